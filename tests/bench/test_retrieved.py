@@ -233,6 +233,10 @@ def test_rows_of_the_suite(
         ({"suite": ("bridge",), "contexts": ("similar",)}, "only the suite 'retrieved'"),
         ({"contexts": ("similar:x",)}, "context 'similar:x'"),
         ({"contexts": ("corpus",)}, "context corpus:512 is gone"),
+        (
+            {"contexts": ("similar:5000",), "chunk_tokens": 2500, "num_questions": 1},
+            r"context similar:5000 and chunk_tokens=2500 together exceed the \d+ tokens",
+        ),
     ],
 )
 def test_what_cannot_be_asked(model: KVModel, changed: dict[str, Any], message: str) -> None:

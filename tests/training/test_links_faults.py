@@ -13,7 +13,7 @@ from kvrag.fusion.links import FILE_NAME
 from kvrag.models.kv_model import KVModel
 from kvrag_train.links.data import FileSource
 from kvrag_train.links.student import training_mode
-from kvrag_train.links.trainer import CHECKPOINT, LinkTrainer
+from kvrag_train.links.trainer import CHECKPOINT, LOG, LinkTrainer
 from tests.support.models import make_model, make_tokenizer
 from tests.training.test_links import make_trainer, options, questions
 
@@ -55,6 +55,19 @@ def test_a_run_is_not_continued_as_another(
     trained_on(tmp_path, questions(), **FROZEN, **before).run()
     with pytest.raises(ParameterError, match=what):
         trained_on(tmp_path, questions(), **FROZEN | after)
+
+
+def test_steps_that_a_killed_run_lost_are_logged_once(tmp_path: Path) -> None:
+    trained_on(tmp_path, questions(), **FROZEN, steps=2).run()
+    log = tmp_path / LOG
+    whole = log.read_text()
+    lost = [json.dumps({"step": step, "rate": 0.5}) for step in (2, 3)]
+    log.write_text(whole + "\n".join([*lost, '{"step": 4, "ra']))
+    trained_on(tmp_path, questions(), **FROZEN, steps=3).run()
+    assert log.read_text().startswith(whole)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [one["step"] for one in records] == [0, 1, 2]
+    assert records[-1]["rate"] != 0.5
 
 
 def test_training_leaves_the_fingerprint_of_a_model_given_to_be_found(tmp_path: Path) -> None:

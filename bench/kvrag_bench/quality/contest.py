@@ -18,7 +18,7 @@ from kvrag.fusion.links import LinkTokens
 from kvrag.fusion.loader import OpenKV
 from kvrag.fusion.policies.base import NonePolicy
 from kvrag.fusion.repair import Repair
-from kvrag.ingest.contexts import SIMILAR, parse_context
+from kvrag.ingest.contexts import SIMILAR, check_filler, parse_context
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer
 from kvrag_bench.judge.answers import Answerer, Comparison, ReferenceAnswer
@@ -93,6 +93,10 @@ def run_quality_bench(
         load_tokenizer(options.model)  # fails in a moment where loading weights takes minutes
     say("loading the model")
     model = KVModel.load(options.model, device=options.device, compute=options.compute)
+    if RETRIEVED in options.suite:
+        room = model.max_positions - len(model.default_prefix_ids())
+        for name in options.contexts:
+            check_filler(parse_context(name), model.tokenizer, room, options.chunk_tokens)
     judged, left_out = judge_questions(model, questions, options, say, on_effort)
     file = "" if options.data == GENERATED else Path(options.data).name
     dataset = ", ".join(options.suite) or file or GENERATED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -170,6 +171,7 @@ class LinkTrainer:
             Receives a line after each step.
         """
         options = self.options
+        self._cut_log()
         with training_mode(
             self.model, options.mode == "tuned", checkpointing=options.gradient_checkpointing
         ):
@@ -345,6 +347,17 @@ class LinkTrainer:
             return
         with (self.options.out / LOG).open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def _cut_log(self) -> None:
+        """Remove the steps of a killed run that its checkpoint lacks: they are taken again."""
+        path = self.options.out / LOG
+        if not (self.processes.is_main and path.is_file()):
+            return
+        kept: dict[int, str] = {}
+        for line in path.read_text("utf-8").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # the last may be torn
+                kept[json.loads(line)["step"]] = line
+        path.write_text("".join(f"{kept[step]}\n" for step in sorted(kept) if step < self.step))
 
     def _save_checkpoint(self) -> None:
         save_checkpoint(
