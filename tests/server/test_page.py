@@ -425,13 +425,24 @@ def test_a_key_is_asked_for_and_kept_by_the_tab(new_page: NewPage, rag: Rag) -> 
 
 
 @pytest.mark.slow
+def test_a_question_asked_again_computes_nothing_and_says_so(
+    new_page: NewPage, long_served: Served
+) -> None:
+    for _ in range(2):
+        page = new_page()
+        ask(page, long_served, "How odd is the ship")
+        page.locator(".report > summary").click()
+    assert page.get_by_text("Everything was reused, so nothing tells").is_visible()
+
+
+@pytest.mark.slow
 def test_the_report_and_another_answer_beside_the_first(
     new_page: NewPage, long_served: Served
 ) -> None:
     page = new_page()
     asked: list[dict[str, Any]] = []
     page.on("request", lambda one: asked.append(one.post_data_json) if one.post_data else None)
-    ask(page, long_served, "the odd ship")
+    ask(page, long_served, "What of the odd ship")
     page.locator(".report > summary").click()
     report = page.locator(".report")
     assert report.locator(".cell").count() > 3

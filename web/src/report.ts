@@ -250,7 +250,9 @@ function waterfall(details: Details): HTMLElement {
   if (plain !== null) lines.push(bar("Full prefill (estimate)", 0, plain, longest, "plain"));
   const note =
     plain === null
-      ? "Nothing was reused, so this is full prefill."
+      ? report.num_cached
+        ? "Everything was reused, so nothing tells how long full prefill would take."
+        : "Nothing was reused, so this is full prefill."
       : "The estimate is the time of searching, and of computing every token as fast as the tokens that were computed here.";
   return h(
     "div",
