@@ -22,6 +22,7 @@ from kvrag.ingest.profiles import WRITER_NAME
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import load_tokenizer, model_fingerprint
 from kvrag.models.pretrained import load_weights
+from kvrag.regularfile import replace_file
 from kvrag_bench.quality.retrieved import similar_to
 from kvrag_train.batches import IGNORED
 from kvrag_train.links.batch import LinkBatch, Packer
@@ -357,7 +358,8 @@ class LinkTrainer:
         for line in path.read_text("utf-8").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # the last may be torn
                 kept[json.loads(line)["step"]] = line
-        path.write_text("".join(f"{kept[step]}\n" for step in sorted(kept) if step < self.step))
+        lines = (f"{kept[step]}\n" for step in sorted(kept) if step < self.step)
+        replace_file(path, "".join(lines).encode())
 
     def _save_checkpoint(self) -> None:
         save_checkpoint(
