@@ -15,6 +15,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from kvrag.chunk import PAGE_BREAK, UNSTORED, Chunk, Document, Mark, chunk_id_of, normalise_text
@@ -52,8 +53,8 @@ class _Text:
 
     Attributes
     ----------
-    marks, paths
-        Its headings, or its outline, and the titles that lead to each of them.
+    marks
+        Its headings, or its outline.
     page_starts
         The offsets of its pages, if it has several.
     levels
@@ -64,26 +65,21 @@ class _Text:
     marks: Sequence[Mark]
     page_starts: list[int] = field(default_factory=list)
     levels: tuple[list[int], ...] = ()
-    paths: list[tuple[str, ...]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "paths", list(paths_of(self.marks)))
+    @cached_property
+    def paths(self) -> list[tuple[str, ...]]:
+        return list(paths_of(self.marks))
 
     def seams(self, begin: int, end: int) -> _Seams:
         """Return the seams in a stretch of the text; the levels of an outline are the first."""
-        if self.levels:
-            first = [
-                level[bisect_left(level, begin) : bisect_left(level, end)] for level in self.levels
-            ]
-            patterns: tuple[re.Pattern[str], ...] = (_PARAGRAPH, _LINE, _WORD)
-        else:
-            first = [[one.start for one in self.marks if begin <= one.start < end]]
-            patterns = (_PARAGRAPH, _SENTENCE, _LINE, _WORD)
+        levels = self.levels or ([mark.start for mark in self.marks],)
+        first = [level[bisect_left(level, begin) : bisect_left(level, end)] for level in levels]
+        sentence = () if self.levels else (_SENTENCE,)
         return (
             *first,
             *(
                 [match.end() for match in pattern.finditer(self.text, begin, end)]
-                for pattern in patterns
+                for pattern in (_PARAGRAPH, *sentence, _LINE, _WORD)
             ),
         )
 
@@ -119,7 +115,6 @@ def chunk_document(
     encoded(document.source, document.text)
     prepared = _outlined(document) if document.outline else _prepare(document.text)
     chunks: list[Chunk] = []
-    begins: list[int] = []
 
     def tokenise(texts: list[str]) -> list[tuple[list[int], list[int]]]:
         return [
@@ -132,7 +127,6 @@ def chunk_document(
     room = MAX_REPEATED_CHARACTERS
     for start, text, ids, starts in _cut(prepared, tokenise, chunk_tokens):
         ordinal = len(chunks)
-        begins.append(start)
         place = _place(prepared, start)
         room -= sum(map(len, place.get("headings", ())))
         if room < 0:
@@ -149,14 +143,11 @@ def chunk_document(
                 token_starts=tuple(map(share, starts, starts)),
                 source=document.source,
                 ordinal=ordinal,
-                metadata={**place, **document.metadata},
+                metadata={"start": start, **place, **document.metadata},
             )
         )
-    if len(chunks) > 1:
-        chunks = [
-            replace(chunk, metadata={"start": start, **chunk.metadata})
-            for chunk, start in zip(chunks, begins, strict=True)
-        ]
+    if len(chunks) == 1 and "start" not in document.metadata:
+        chunks[0].metadata.pop("start")  # type: ignore[attr-defined]
     return chunks
 
 

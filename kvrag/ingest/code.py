@@ -19,65 +19,36 @@ from kvrag.ingest.limits import MAX_MARKS, MAX_MARKS_CHARACTERS, MAX_TITLE_CHARA
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-# The module of a grammar, and the function in it.
-_C_PLUS_PLUS = ("tree_sitter_cpp", "language")
-_JAVASCRIPT = ("tree_sitter_javascript", "language")
-_TYPESCRIPT = ("tree_sitter_typescript", "language_typescript")
-_GRAMMARS = {
-    **dict.fromkeys((".py", ".pyi"), ("tree_sitter_python", "language")),
-    **dict.fromkeys((".js", ".jsx", ".mjs", ".cjs"), _JAVASCRIPT),
-    **dict.fromkeys((".ts", ".mts", ".cts"), _TYPESCRIPT),
-    ".tsx": ("tree_sitter_typescript", "language_tsx"),
-    ".java": ("tree_sitter_java", "language"),
-    ".c": ("tree_sitter_c", "language"),
-    # Headers too: the grammar of C++ reads those of C.
-    **dict.fromkeys((".h", ".hh", ".hpp", ".hxx", ".cc", ".cpp", ".cxx"), _C_PLUS_PLUS),
-    ".go": ("tree_sitter_go", "language"),
-    ".rs": ("tree_sitter_rust", "language"),
-    ".rb": ("tree_sitter_ruby", "language"),
-    ".php": ("tree_sitter_php", "language_php"),
-    ".cs": ("tree_sitter_c_sharp", "language"),
-    **dict.fromkeys((".sh", ".bash"), ("tree_sitter_bash", "language")),
+# Suffixes by the module of their grammar, and the function in it where that is not "language".
+_LANGUAGES = {
+    "python": ".py .pyi",
+    "javascript": ".js .jsx .mjs .cjs",
+    "typescript:language_typescript": ".ts .mts .cts",
+    "typescript:language_tsx": ".tsx",
+    "java": ".java",
+    "c": ".c",
+    "cpp": ".h .hh .hpp .hxx .cc .cpp .cxx",  # headers of C too
+    "go": ".go",
+    "rust": ".rs",
+    "ruby": ".rb",
+    "php:language_php": ".php",
+    "c_sharp": ".cs",
+    "bash": ".sh .bash",
 }
+_GRAMMARS = {one: name for name, suffixes in _LANGUAGES.items() for one in suffixes.split()}
 CODE_SUFFIXES = frozenset(_GRAMMARS)
 """The suffixes of source code."""
 
 # Nodes whose children are statements, members or entries of the same kind.
 _BLOCKS = frozenset(
     {
-        "module",
-        "program",
-        "source_file",
-        "translation_unit",
-        "compilation_unit",
-        "block",
-        "statement_block",
-        "compound_statement",
-        "statement_list",
-        "block_body",
-        "body_statement",
-        "do_group",
-        "then",
-        "class_body",
-        "interface_body",
-        "enum_body",
-        "enum_body_declarations",
-        "constructor_body",
-        "annotation_type_body",
-        "declaration_list",
-        "field_declaration_list",
-        "enumerator_list",
-        "enum_variant_list",
-        "enum_member_declaration_list",
-        "accessor_list",
-        "switch_body",
-        "switch_block",
-        "match_block",
-        "object",
-        "dictionary",
-        "preproc_if",
-        "preproc_ifdef",
-        "preproc_else",
+        *("module", "program", "source_file", "translation_unit", "compilation_unit", "block"),
+        *("statement_block", "compound_statement", "statement_list", "block_body", "then"),
+        *("body_statement", "do_group", "class_body", "interface_body", "enum_body"),
+        *("enum_body_declarations", "constructor_body", "annotation_type_body", "object"),
+        *("declaration_list", "field_declaration_list", "enumerator_list", "enum_variant_list"),
+        *("enum_member_declaration_list", "accessor_list", "switch_body", "switch_block"),
+        *("match_block", "dictionary", "preproc_if", "preproc_ifdef", "preproc_else"),
         "preproc_elif",
     }
 )
@@ -88,14 +59,9 @@ _LEADING = frozenset(
 # Nodes around a definition, which is their last child.
 _WRAPPERS = frozenset(
     {
-        "decorated_definition",
-        "export_statement",
-        "ambient_declaration",
-        "template_declaration",
-        "lexical_declaration",
-        "variable_declaration",
+        *("decorated_definition", "export_statement", "ambient_declaration", "type_declaration"),
+        *("template_declaration", "lexical_declaration", "variable_declaration"),
         "expression_statement",
-        "type_declaration",
     }
 )
 # Fields in which definitions have their name, and what else than a body may have one.
@@ -111,7 +77,7 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 def is_installed(suffix: str) -> bool:
     """Return whether the grammar of a kind of source code is installed (``kvrag[code]``)."""
-    names = ("tree_sitter", _GRAMMARS[suffix][0])
+    names = ("tree_sitter", f"tree_sitter_{_GRAMMARS[suffix].partition(':')[0]}")
     return all(importlib.util.find_spec(name) is not None for name in names)
 
 
@@ -146,8 +112,9 @@ def outline(text: str, suffix: str) -> tuple[Mark, ...]:
 def _parser(suffix: str) -> Any:
     import tree_sitter
 
-    module, function = _GRAMMARS[suffix]
-    language = getattr(importlib.import_module(module), function)()
+    name, _, function = _GRAMMARS[suffix].partition(":")
+    grammar = importlib.import_module(f"tree_sitter_{name}")
+    language = getattr(grammar, function or "language")()
     return tree_sitter.Parser(tree_sitter.Language(language))
 
 
@@ -159,11 +126,9 @@ def _marks(root: Node, text: str) -> Iterator[Mark]:
         if node.type in _BLOCKS and level <= _MAX_LEVEL:
             yield from _marks_of_block(children, level, text)
             level += 1
-        waiting += [
-            (child, level)
-            for child in children
-            if child.end_byte - child.start_byte >= _LEAST_CHARACTERS
-        ]
+        for child in children:
+            if child.end_byte - child.start_byte >= _LEAST_CHARACTERS:
+                waiting.append((child, level))
 
 
 def _marks_of_block(children: list[Node], level: int, text: str) -> Iterator[Mark]:

@@ -37,12 +37,14 @@ from kvrag.ingest.archives import Archive, check_kind, damaged
 # Formats that look different in each country: as ISO 8601.
 _LOCAL = {"mm-dd-yy": "yyyy-mm-dd", "m/d/yy h:mm": "yyyy-mm-dd hh:mm"}
 _TOKEN = re.compile(
-    r"""(?P<literal>"[^"]*"|\\.|[_*].)|\[\$(?P<sign>[^\]-]*)[^\]]*\]|\[(?P<total>h+|m+|s+)\]
-    |\[(?P<test>[<>=]+)(?P<than>-?\d+(?:\.\d+)?)\]|\[[^\]]*\]
+    r"""(?:"(?P<quoted>[^"]*)"|\\(?P<escaped>.)|(?P<blank>_.)|\*.)|\[\$(?P<sign>[^\]-]*)[^\]]*\]
+    |\[(?P<total>h+|m+|s+)\]|\[(?P<test>[<>=]+)(?P<than>-?\d+(?:\.\d+)?)\]|\[[^\]]*\]
     |(?P<general>general)|(?P<half>am/pm|a/p)|(?P<exponent>e[+-]0+)
-    |(?P<date>y+|m+|d+|h+|s+(?:\.0+)?)|(?P<year>g*e+)|(?P<digit>[0\#?])|(?P<other>.)""",
+    |(?P<date>y+|m+|d+|h+|s+(?:\.0+)?)|(?P<year>g*e+)|(?P<digit>[0\#?])|(?P<text>@)|(?P<end>;)
+    |(?P<other>.)""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
+_LITERAL = frozenset({"quoted", "escaped", "sign", "other", "digit"})  # also kept in their case
 _EPOCH = datetime.datetime(1899, 12, 30)
 _DAYS_TO_1904 = 1462
 _LAST_DAY = 2_958_466
@@ -60,11 +62,11 @@ _TESTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Section:
     """One of the up to four parts of a format."""
 
-    tokens: tuple[tuple[str, str], ...] = ()
+    tokens: list[tuple[str, str]] = field(default_factory=list)
     test: tuple[str, float] | None = None
 
     def has(self, *kinds: str) -> bool:
@@ -88,7 +90,7 @@ def shown(value: Any, form: str, is_1904: bool = False) -> str:
     if isinstance(value, bool):
         return str(value).upper()
     form = _LOCAL.get(form, form) or "General"
-    sections = _sections(form) if len(form) <= _MOST_CHARACTERS else ()
+    sections = _sections(form) if len(form) <= _MOST_CHARACTERS else []
     if not isinstance(value, int | float):
         text = str(value)
         if len(sections) == 4 or (len(sections) == 1 and sections[0].has("text")):
@@ -129,34 +131,24 @@ def _with(section: _Section, text: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sections(form: str) -> tuple[_Section, ...]:
-    found: list[_Section] = []
-    tokens: list[tuple[str, str]] = []
-    test: tuple[str, float] | None = None
-    for match in [*_TOKEN.finditer(form), None]:
-        if match is None or match["other"] == ";":
-            found.append(_Section(tuple(tokens), test))
-            tokens, test = [], None
-        elif match["literal"]:
-            text = match["literal"]
-            if text[0] == '"':
-                tokens.append(("literal", text[1:-1]))
-            elif text[0] != "*":  # fills the cell's width
-                tokens.append(("literal", " " if text[0] == "_" else text[1:]))
-        elif match["test"]:
+def _sections(form: str) -> list[_Section]:
+    found = [_Section()]
+    for match in _TOKEN.finditer(form):
+        kind = match.lastgroup
+        if kind == "end":
+            found.append(_Section())
+        elif kind == "than":
             if match["test"] in _TESTS:
-                test = match["test"], float(match["than"])
-        elif match["sign"]:
-            tokens.append(("literal", match["sign"]))
-        elif match.lastgroup == "other":
-            tokens.append(("text" if match[0] == "@" else "other", match[0]))
-        elif match.lastgroup not in (None, "sign", "than"):
-            kind = match.lastgroup
-            tokens.append((kind, match[kind] if kind == "digit" else match[kind].lower()))
-    return tuple(found[:4])
+                found[-1].test = match["test"], float(match["than"])
+        elif kind == "blank":
+            found[-1].tokens.append(("literal", " "))
+        elif kind is not None:  # not a colour, nor what fills the cell's width
+            text = match[kind]
+            found[-1].tokens.append((kind, text if kind in _LITERAL else text.lower()))
+    return found[:4]
 
 
-def _chosen(sections: tuple[_Section, ...], value: float) -> tuple[_Section | None, float]:
+def _chosen(sections: list[_Section], value: float) -> tuple[_Section | None, float]:
     """Return the section for a number, and the number that it shows."""
     if not sections:
         return None, value
@@ -173,12 +165,14 @@ def _chosen(sections: tuple[_Section, ...], value: float) -> tuple[_Section | No
 
 
 def _number(section: _Section, value: float) -> str:
-    tokens = list(section.tokens)
+    """Return a number in the places that a section has for its digits."""
+    tokens = section.tokens
     places = [at for at, (kind, _) in enumerate(tokens) if kind == "digit"]
     if len(places) > 2 * _MOST_DIGITS or any(token == "/" for _, token in tokens[places[0] :]):
         raise ValueError
     point = next((at for at, token in enumerate(tokens) if token == ("other", ".")), len(tokens))
     whole = [at for at in places if at < point]
+    decimals = [tokens[at][1] for at in places if at > point]
     number = _EXACT.create_decimal(repr(value))
     number = number.scaleb(2 * sum(token == ("other", "%") for token in tokens), _EXACT)
     power = 0
@@ -187,25 +181,16 @@ def _number(section: _Section, value: float) -> str:
         number = number.scaleb(-power, _EXACT)
     # Commas after the last digit, before the point too, divide by a thousand; others group.
     last = whole[-1] if whole else -1
-    commas = [at for at, token in enumerate(tokens) if token == ("other", ",")]
+    commas = {at for at, token in enumerate(tokens) if token == ("other", ",")}
     num_thousands = sum(last < at < point or at > places[-1] for at in commas)
     is_grouped = any(whole[0] < at < last for at in commas) if whole else False
-    tokens = [token for token in tokens if token != ("other", ",")]
-    return _spelled(tokens, number.scaleb(-3 * num_thousands, _EXACT), power, is_grouped)
-
-
-def _spelled(tokens: list[tuple[str, str]], number: Decimal, power: int, is_grouped: bool) -> str:
-    """Return a number in the places that tokens have for its digits."""
-    point = next((at for at, token in enumerate(tokens) if token == ("other", ".")), len(tokens))
-    places = [at for at, (kind, _) in enumerate(tokens) if kind == "digit"]
-    whole = [at for at in places if at < point]
-    decimals = [tokens[at][1] for at in places if at > point]
+    number = number.scaleb(-3 * num_thousands, _EXACT)
     number = number.quantize(Decimal(1).scaleb(-len(decimals)), context=_EXACT)
     digits, _, fraction = format(abs(number), "f").partition(".")
     while fraction and decimals[len(fraction) - 1] != "0" and fraction[-1] == "0":
         fraction = fraction[:-1]
     digits = digits.lstrip("0")
-    parts: list[str] = []
+    parts: list[str] = []  # backwards
     num_digits = 0
     for at in range(point - 1, -1, -1):
         kind, token = tokens[at]
@@ -217,55 +202,47 @@ def _spelled(tokens: list[tuple[str, str]], number: Decimal, power: int, is_grou
                     parts.append(",")
                 parts.append(digit)
                 num_digits += 1
-        else:
+        elif at not in commas:
             parts.append(token)
-    text = "".join(reversed(parts)) + ("" if whole else digits)
-    rest = []
+    parts = [*reversed(parts), "" if whole else digits]
     digits_left = iter(fraction)
-    for kind, token in tokens[point:]:
+    for at, (kind, token) in enumerate(tokens[point:], point):
         if kind == "digit":
-            rest.append(next(digits_left, ""))
+            parts.append(next(digits_left, ""))
         elif kind == "exponent":
             sign = "-" if power < 0 else "+" if token[1] == "+" else ""
-            rest.append(f"E{sign}{abs(power):0{len(token) - 2}}")
-        elif (kind, token) != ("other", "."):
-            rest.append(token)
-        elif fraction:
-            rest.append(".")
+            parts.append(f"E{sign}{abs(power):0{len(token) - 2}}")
+        elif at not in commas and (at != point or fraction):
+            parts.append(token)
     sign = "-" if number < 0 else ""
-    return " ".join(f"{sign}{text}{''.join(rest)}".split())
+    return " ".join(f"{sign}{''.join(parts)}".split())
 
 
 def _date(section: _Section, value: float, is_1904: bool) -> str:
     tokens = section.tokens
     last = next((token for kind, token in reversed(tokens) if kind == "date" and "s" in token), "")
     num_decimals = len(last.partition(".")[2])
-    # Rounded to what is shown, so that 59.9996 s are the next minute.
     is_total = section.has("total")
-    unit = 10**num_decimals if "s" in last or is_total else 1
-    ticks = int(
-        _EXACT.multiply(Decimal(repr(value)), 86400 * unit).to_integral_value(ROUND_HALF_UP)
-    )
-    seconds, parts_of_second = divmod(abs(ticks) if is_total else ticks, unit)
+    # Rounded to what is shown, so that 59.9996 s are the next minute.
+    exact = _EXACT.multiply(Decimal(repr(value)), 86400 * 10**num_decimals)
+    ticks = int(exact.to_integral_value(ROUND_HALF_UP))
+    seconds, parts_of_second = divmod(abs(ticks) if is_total else ticks, 10**num_decimals)
     days, second = divmod(seconds, 86400)
     if not is_total and not 0 <= days < _LAST_DAY:
         raise ValueError  # Excel shows a row of hashes
-    if is_1904:
-        days += _DAYS_TO_1904
-    elif days < 60:  # Excel has a 29 February 1900
-        days += 1
+    days += _DAYS_TO_1904 if is_1904 else int(days < 60)  # Excel has a 29 February 1900
     when = _EPOCH + datetime.timedelta(days % _LAST_DAY, second)
-    has_half = section.has("half")
-    hour = (when.hour % 12 or 12) if has_half else when.hour
-    units = [token[0] for kind, token in tokens if kind in ("date", "total")]
+    hour = (when.hour % 12 or 12) if section.has("half") else when.hour
     totals = {"h": seconds // 3600, "m": seconds // 60, "s": seconds}
+    numbers = {"d": when.day, "h": hour, "m": when.month, "s": when.second}
+    month, day = f"{when:%B}", f"{when:%A}"
+    names = {"ddd": day[:3], "mmm": month[:3], "mmmmm": month[0]}
     parts = ["-"] if is_total and ticks < 0 else []
-    place = -1
-    for kind, token in tokens:
-        if kind in ("date", "total"):
-            place += 1
+    units = [token[0] if kind in ("date", "total") else "" for kind, token in tokens]
+    for at, (kind, token) in enumerate(tokens):
+        unit, (whole, _, fraction) = units[at], token.partition(".")
         if kind == "total":
-            parts.append(f"{totals[token[0]]:0{len(token)}}")
+            parts.append(f"{totals[unit]:0{len(token)}}")
         elif kind == "half":
             half = "AM" if when.hour < 12 else "PM"
             parts.append(half if "m" in token else half[0])
@@ -273,30 +250,18 @@ def _date(section: _Section, value: float, is_1904: bool) -> str:
             parts.append(f"{when.year}")
         elif kind != "date":
             parts.append(token)
-        elif token[0] == "y":
+        elif unit == "y":
             parts.append(f"{when.year:04}" if len(token) > 2 else f"{when.year % 100:02}")
-        elif token[0] == "h":
-            parts.append(f"{hour:0{min(2, len(token))}}")
-        elif token[0] == "s":
-            parts.append(f"{when.second:0{min(2, len(token.partition('.')[0]))}}")
-            if num_decimals and "." in token:
-                parts.append(f".{parts_of_second:0{num_decimals}}")
-        elif token[0] == "d" and len(token) < 3:
-            parts.append(f"{when.day:0{len(token)}}")
-        elif token[0] == "d":
-            parts.append(f"{when:%a}" if len(token) == 3 else f"{when:%A}")
-        elif len(token) < 3 and ("h" in units[max(0, place - 1) : place] or _is_s(units, place)):
-            parts.append(f"{when.minute:0{len(token)}}")
-        elif len(token) < 3:
-            parts.append(f"{when.month:0{len(token)}}")
+        elif unit in "dm" and len(token) > 2:
+            parts.append(names.get(token, day if unit == "d" else month))
         else:
-            name = f"{when:%B}"
-            parts.append(name[:3] if len(token) == 3 else name[0] if len(token) == 5 else name)
+            before, after = "".join(units[:at])[-1:], "".join(units[at + 1 :])[:1]
+            is_minute = unit == "m" and (before == "h" or after == "s")
+            number = when.minute if is_minute else numbers[unit]
+            parts.append(f"{number:0{min(2, len(whole))}}")
+            if fraction and num_decimals:
+                parts.append(f".{parts_of_second:0{num_decimals}}")
     return "".join(parts).strip()
-
-
-def _is_s(units: list[str], place: int) -> bool:
-    return units[place + 1 : place + 2] == ["s"]
 
 
 _KINDS = {
@@ -338,31 +303,24 @@ def converted_to_text(path: str, content: bytes) -> tuple[str, str]:
     elif suffix == ".xls":
         check_kind(path, kind, content)
     try:
-        if suffix == ".xlsx":
-            return "", _sheets_to_text(_xlsx_sheets(content))
-        if suffix == ".xls":
-            return "", _sheets_to_text(_xls_sheets(content))
-        from markitdown import MissingDependencyException, StreamInfo, converters
+        if suffix in _SHEETS:
+            return "", _sheets_to_text(_SHEETS[suffix](content))
+        from markitdown import StreamInfo, converters
 
-        try:
-            converter = getattr(converters, _CONVERTERS[suffix])()
-            result = converter.convert(io.BytesIO(content), StreamInfo())
-        except MissingDependencyException as error:
-            raise _missing(path) from error
-    except (MemoryError, DocumentError):  # at the limit: the process says so
+        converter = getattr(converters, _CONVERTERS[suffix])()
+        result = converter.convert(io.BytesIO(content), StreamInfo())
+    except MemoryError:  # at the limit: the process says so
         raise
-    except ImportError as error:
-        raise _missing(path) from error
     except Exception as error:  # any error of a library means that the file is bad
+        if isinstance(error, ImportError) or "MissingDependency" in type(error).__name__:
+            raise DocumentError(
+                f"{path}: reading it needs more libraries: pip install 'kvrag[docs]'"
+            ) from error
         raise damaged(path, kind, error) from error
     text = result.markdown.replace(PAGE_BREAK, "\n")
     if suffix == ".pptx":
         text = PAGE_BREAK.join(_SLIDE.split(text)[1:])
     return str(result.title or "").strip(), text
-
-
-def _missing(path: str) -> DocumentError:
-    return DocumentError(f"{path}: reading it needs more libraries: pip install 'kvrag[docs]'")
 
 
 @dataclass
@@ -381,6 +339,11 @@ class _Sheet:
     hidden_rows: set[int] = field(default_factory=set)
     # First and last of each stretch.
     hidden_columns: list[tuple[int, int]] = field(default_factory=list)
+
+    def put(self, row: int, column: int, text: str) -> None:
+        # A cell is one line, and a bar would end it.
+        if text := " ".join(text.split()).replace("|", "\\|"):
+            self.rows.setdefault(row, {})[column] = text
 
 
 def _sheets_to_text(sheets: Iterable[_Sheet]) -> str:
@@ -426,27 +389,22 @@ def _xlsx_sheets(content: bytes) -> Iterator[_Sheet]:
         with sheet._get_source() as source:
             parser = WorkSheetParser(source, sheet._shared_strings, data_only=True)
             for number, cells in parser.parse():
-                row = {}
                 for cell in cells:
                     style = cell["style_id"]
                     form = formats[style] if 0 <= style < len(formats) else "General"
-                    if text := _one_line(shown(cell["value"], form, is_1904)):
-                        row[cell["column"]] = text
-                if row:
-                    found.rows[number] = row
+                    found.put(number, cell["column"], shown(cell["value"], form, is_1904))
         ranges = parser.merged_cells.mergeCell if parser.merged_cells else ()
         found.merged = [(one.min_row, one.min_col, one.max_row) for one in ranges]
-        found.hidden_rows = {
-            int(number)
-            for number, about in parser.row_dimensions.items()
-            if about.get("hidden") in ("1", "true")
-        }
+        rows, columns = parser.row_dimensions, parser.column_dimensions.values()
+        found.hidden_rows = {int(at) for at, about in rows.items() if _is_hidden(about)}
         found.hidden_columns = [
-            (int(about["min"]), int(about["max"]))
-            for about in parser.column_dimensions.values()
-            if about.get("hidden") in ("1", "true")
+            (int(about["min"]), int(about["max"])) for about in columns if _is_hidden(about)
         ]
         yield found
+
+
+def _is_hidden(about: Mapping[str, str]) -> bool:
+    return about.get("hidden") in ("1", "true")
 
 
 def _xls_sheets(content: bytes) -> Iterator[_Sheet]:
@@ -462,26 +420,23 @@ def _xls_sheets(content: bytes) -> Iterator[_Sheet]:
                 continue
             found = _Sheet(sheet.name)
             for number in range(sheet.nrows):
-                row = {}
                 for column, cell in enumerate(sheet.row(number)):
-                    value = cell.value
+                    value, form = cell.value, "General"
                     if cell.ctype == xlrd.XL_CELL_BOOLEAN:
                         value = bool(value)
                     elif cell.ctype == xlrd.XL_CELL_ERROR:
                         value = xlrd.error_text_from_code.get(value, "")
-                    style = book.xf_list[cell.xf_index] if cell.xf_index is not None else None
-                    form = "General"
-                    if style is not None:
-                        form = book.format_map[style.format_key].format_str
-                        form = form or builtin(style.format_key)
-                    if text := _one_line(shown(value, form, bool(book.datemode))):
-                        row[column] = text
-                if row:
-                    found.rows[number] = row
+                    if cell.xf_index is not None:
+                        key = book.xf_list[cell.xf_index].format_key
+                        form = book.format_map[key].format_str or builtin(key)
+                    found.put(number, column, shown(value, form, bool(book.datemode)))
             found.merged = [(first, left, last - 1) for first, last, left, _ in sheet.merged_cells]
             found.hidden_rows = {at for at, row in sheet.rowinfo_map.items() if row.hidden}
             found.hidden_columns = [(at, at) for at, it in sheet.colinfo_map.items() if it.hidden]
             yield found
+
+
+_SHEETS = {".xlsx": _xlsx_sheets, ".xls": _xls_sheets}
 
 
 def _format_of(book: Any, number: int) -> str:
@@ -492,11 +447,6 @@ def _format_of(book: Any, number: int) -> str:
     own = book._number_formats
     place = number - BUILTIN_FORMATS_MAX_SIZE
     return str(own[place]) if place < len(own) else "General"
-
-
-def _one_line(text: str) -> str:
-    # A cell is one line, and a bar would end it.
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _table(rows: Sequence[Mapping[int, str]]) -> Iterator[str]:
@@ -515,15 +465,8 @@ _CUT = re.compile("(?<!\\w)(\\w++)(?:[\ufffe\x02]|[-\u2010]\n)(?=(\\w++)(-?))")
 _WORD = re.compile(r"\w+(?:-\w+)*")
 # "Haupt- und Nebeneingang": the hyphen stands for the rest of a word, which follows.
 _CONJUNCTIONS = frozenset({"and", "or", "und", "oder", "bzw", "och", "og", "eller"})
-_FORMS = str.maketrans(
-    {
-        "\u00ad": None,
-        **dict(
-            zip("\ufb00\ufb01\ufb02\ufb03\ufb04", ("ff", "fi", "fl", "ffi", "ffl"), strict=True)
-        ),
-        **dict.fromkeys("\ufb05\ufb06", "st"),
-    }
-)
+_LIGATURES = {"\ufb00": "ff", "\ufb01": "fi", "\ufb02": "fl", "\ufb03": "ffi", "\ufb04": "ffl"}
+_FORMS = str.maketrans({"\u00ad": None, **_LIGATURES, "\ufb05": "st", "\ufb06": "st"})
 
 
 def pdf_to_text(path: str, content: bytes) -> tuple[str, str]:
@@ -542,7 +485,7 @@ def pdf_to_text(path: str, content: bytes) -> tuple[str, str]:
         ) from error
     try:
         document = pypdfium2.PdfDocument(content)
-        pages = [_page_text(page) for page in _pages(document)]
+        pages = [_page_text(document, number) for number in range(len(document))]
         title = document.get_metadata_value("Title").strip()
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
@@ -557,17 +500,12 @@ def pdf_to_text(path: str, content: bytes) -> tuple[str, str]:
     return title, join_words(PAGE_BREAK.join(pages))
 
 
-def _pages(document: object) -> Iterator[object]:
-    for number in range(len(document)):  # type: ignore[arg-type]
-        page = document[number]  # type: ignore[index]
-        yield page
-        page.close()
-
-
-def _page_text(page: object) -> str:
-    text_page = page.get_textpage()  # type: ignore[attr-defined]
+def _page_text(document: Any, number: int) -> str:
+    page = document[number]
+    text_page = page.get_textpage()
     text: str = text_page.get_text_range()
     text_page.close()
+    page.close()
     return text.replace("\r\n", "\n").replace(PAGE_BREAK, "\n")
 
 

@@ -48,7 +48,8 @@ def plain_metadata(values: Mapping[Any, Any]) -> dict[str, Any]:
             f"the metadata is a value of type {type(values).__name__}: expected a mapping, such as "
             "{}"
         )
-    return _Plain().mapping(values, 1)
+    found: dict[str, Any] = _Plain().value(values, 0)
+    return found
 
 
 def plain_scalar(value: Any) -> Any:
@@ -66,11 +67,12 @@ class _Plain:
         self._num_values = 0
         self._num_characters = 0
 
-    def mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-        _check_depth(depth)
-        return {self._text(str(key)): self._value(value, depth) for key, value in values.items()}
-
-    def _value(self, value: Any, depth: int) -> Any:
+    def value(self, value: Any, depth: int) -> Any:
+        """Return a value that this many others hold."""
+        if depth > MAX_METADATA_DEPTH:
+            raise DocumentError(
+                f"the metadata is nested more than {MAX_METADATA_DEPTH} levels deep; flatten it"
+            )
         self._num_values += 1
         if self._num_values > MAX_METADATA_VALUES:
             raise DocumentError(
@@ -86,15 +88,13 @@ class _Plain:
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, Mapping):
-            return self.mapping(value, depth + 1)
+            return {self._text(str(key)): self.value(one, depth + 1) for key, one in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
-            _check_depth(depth + 1)
-            return [self._value(item, depth + 1) for item in value]
+            return [self.value(item, depth + 1) for item in value]
         if isinstance(value, date):  # or a time
             return None if value != value else self._text(written(value))  # pandas' NaT
         if hasattr(value, "item") and getattr(value, "shape", None) == ():
-            _check_depth(depth + 1)
-            return self._value(plain_scalar(value), depth + 1)
+            return self.value(plain_scalar(value), depth + 1)
         return self._text(str(value))
 
     def _text(self, text: str) -> str:
@@ -107,13 +107,6 @@ class _Plain:
         return text.encode("utf-8", "replace").decode()
 
 
-def _check_depth(depth: int) -> None:
-    if depth > MAX_METADATA_DEPTH:
-        raise DocumentError(
-            f"the metadata is nested more than {MAX_METADATA_DEPTH} levels deep; flatten it"
-        )
-
-
 def written(moment: date) -> str:
     """Return a date or a time in ISO 8601: in UTC if it has an offset."""
     if isinstance(moment, datetime) and moment.tzinfo is not None:
@@ -122,8 +115,8 @@ def written(moment: date) -> str:
     return moment.isoformat()
 
 
-def order_of(text: str) -> str | None:
-    """Return a text that orders times as they follow each other, or None if it is no time."""
+def _as_time(text: str) -> bytes | None:
+    """Return a text as a time, None if it is none: a blob that orders times, and is no text."""
     if _TIME.fullmatch(text) is None:
         return None
     try:
@@ -132,7 +125,7 @@ def order_of(text: str) -> str | None:
         moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except (ValueError, OverflowError):  # the 30th of February
         return None
-    return moment.replace(tzinfo=None).isoformat(timespec="microseconds")
+    return _TIMES + moment.replace(tzinfo=None).isoformat(timespec="microseconds").encode()
 
 
 Wanted = Mapping[str, Any] | None
@@ -229,20 +222,9 @@ def values_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
             for one in value:
                 yield from values_of({name: one})
         elif value is not None:
-            yield name, _stored(value)
+            yield name, bytes([value]) if isinstance(value, bool) else value  # true is not 1
             if isinstance(value, str) and (moment := _as_time(value)) is not None:
                 yield name, moment
-
-
-def _stored(value: str | float | bool) -> Value:
-    """Return a value as SQLite keeps it: true is not 1."""
-    return bytes([value]) if isinstance(value, bool) else value
-
-
-def _as_time(text: str) -> bytes | None:
-    """Return a text as a time: as a blob, with which times are ordered and are no texts."""
-    order = order_of(text)
-    return None if order is None else _TIMES + order.encode()
 
 
 class _Reader:
@@ -307,11 +289,8 @@ class _Reader:
             self.values.append(_scalar(value, where))
             test = "= ?"
         else:
-            if not isinstance(value, list | tuple | set | frozenset) or len(value) > _MOST_VALUES:
-                raise ParameterError(
-                    f"{where}: expected a list of at most {_MOST_VALUES:,} values, found "
-                    f"{arguments.shown(value)}"
-                )
+            if not isinstance(value, list | tuple | set | frozenset):
+                raise ParameterError(f"{where}: expected a list, found {arguments.shown(value)}")
             self._num_listed += len(value)
             if self._num_listed > _MOST_VALUES:
                 raise ParameterError(
@@ -348,7 +327,7 @@ def _scalar(value: Any, where: str) -> Value:
         # Stored times are there as texts too, but one time may be written in several ways.
         return _as_time(text) or text
     if isinstance(value, bool):
-        return _stored(value)
+        return bytes([value])
     is_number = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
     if is_number or (isinstance(value, float) and math.isfinite(value)):
         number: int | float = value

@@ -84,6 +84,22 @@ class _Target:
         self._guide: list[str] = []
         self._guides: list[str] = []
         self._in_guide = False
+        layout, tables = self.layout, self.layout.tables
+        self._starts = {
+            "br": layout.line_break,
+            "tr": tables.begin_row,
+            "table": tables.begin_table,
+            **dict.fromkeys(_GROUPS, tables.end_group),
+            **dict.fromkeys(_BLOCKS, layout.end_block),
+        }
+        self._ends = {
+            "li": layout.end_line,
+            "tr": tables.end_row,
+            "table": tables.end_table,
+            **dict.fromkeys(("td", "th"), tables.end_cell),
+            **dict.fromkeys(_GROUPS, tables.end_group),
+            **dict.fromkeys(_HEADINGS, layout.end_heading),
+        }
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         self._depth += 1
@@ -98,8 +114,8 @@ class _Target:
             self._num_skipped += 1
         elif tag in _HEADINGS:
             layout.heading(_HEADINGS[tag])
-        elif tag == "br":
-            layout.line_break()
+        elif tag in self._starts:
+            self._starts[tag]()
         elif tag in _LISTS:
             kind = (attributes.get("type") or "1") if tag == "ol" else ""
             if "reversed" in attributes and "start" not in attributes:
@@ -111,19 +127,11 @@ class _Target:
         elif tag in ("td", "th"):
             rows, columns = _number(attributes, "rowspan", 1), _number(attributes, "colspan", 1)
             layout.tables.begin_cell(columns, rows)
-        elif tag == "tr":
-            layout.tables.begin_row()
-        elif tag in _GROUPS:
-            layout.tables.end_group()
-        elif tag == "table":
-            layout.tables.begin_table()
         elif tag in ("rt", "rb"):
             self._in_guide = tag == "rt"
         elif tag == "pre":
             layout.end_block()
             self._num_pre += 1
-        elif tag in _BLOCKS:
-            layout.end_block()
 
     def end(self, tag: str) -> None:
         self._depth -= 1
@@ -132,21 +140,11 @@ class _Target:
         layout = self.layout
         if self._num_skipped:
             self._num_skipped -= 1
-        elif tag in _HEADINGS:
-            layout.end_heading()
+        elif tag in self._ends:
+            self._ends[tag]()
         elif tag in _LISTS:
             self._lists.pop()
             layout.begin_list(max(0, layout.list_depth - 1))
-        elif tag == "li":
-            layout.end_line()
-        elif tag in ("td", "th"):
-            layout.tables.end_cell()
-        elif tag == "tr":
-            layout.tables.end_row()
-        elif tag in _GROUPS:
-            layout.tables.end_group()
-        elif tag == "table":
-            layout.tables.end_table()
         elif tag == "rt":
             self._in_guide = False
             self._guides.append(" ".join("".join(self._guide).split()))

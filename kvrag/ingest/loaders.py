@@ -59,13 +59,10 @@ def _whole(read: Callable[[str, bytes], tuple[str, str]]) -> Loader:
 
     def load(path: str, content: bytes) -> Iterator[Document]:
         title, text = read(path, content)
-        yield Document(path, text, _titled(title))
+        metadata = {"title": title[:MAX_TITLE_CHARACTERS]} if title else {}
+        yield Document(path, text, plain_metadata(metadata))
 
     return load
-
-
-def _titled(title: str) -> dict[str, Any]:
-    return plain_metadata({"title": title[:MAX_TITLE_CHARACTERS]}) if title else {}
 
 
 def _load_jsonl(path: str, content: bytes) -> Iterator[Document]:
@@ -92,25 +89,21 @@ def row_to_document(row: Any, source: str, place: str) -> Document:
     """
     if isinstance(row, str):
         row = {"text": row}
-    name = next((name for name in TEXT_FIELDS if _is_text(row, name)), None)
+    given = row if isinstance(row, dict) else {}
+    name = next((name for name in TEXT_FIELDS if isinstance(given.get(name), str)), None)
     if name is None:
         raise DocumentError(
             f"{place}: expected an object with its text under one of {', '.join(TEXT_FIELDS)}"
         )
-    others = {key: value for key, value in row.items() if key not in (name, "metadata")}
-    metadata = row.get("metadata")
-    extra = metadata if isinstance(metadata, Mapping) else {}
     if not row[name].strip():
         return Document(source, row[name])
+    others = {key: value for key, value in row.items() if key not in (name, "metadata")}
+    metadata = row.get("metadata")
     try:
-        plain = plain_metadata({**others, **extra})
+        extra = metadata if isinstance(metadata, Mapping) else {}
+        return Document(source, row[name], plain_metadata({**others, **extra}))
     except DocumentError as error:
         raise DocumentError(f"{place}: {error}") from error
-    return Document(source, row[name], plain)
-
-
-def _is_text(row: Any, name: str) -> bool:
-    return isinstance(row, dict) and isinstance(row.get(name), str)
 
 
 def _load_csv(path: str, content: bytes) -> Iterator[Document]:
@@ -237,11 +230,17 @@ def load_bytes(
     NoTextError
         When the file is empty, or holds only whitespace.
     """
-    loader = find_loader(path, others or {})
+    suffix = Path(path).suffix.lower()
+    known = {**_LOADERS, **(others or {})}
+    if suffix not in known:
+        raise DocumentError(
+            f"{path}: files of kind {suffix or 'no suffix'!r} are not read; expected one of "
+            + " ".join(sorted(known))
+        )
     if not content:
         raise NoTextError(f"{path}: the file is empty")
     has_text = False
-    for document in loader(path, content):
+    for document in known[suffix](path, content):
         has_text = has_text or bool(document.text.strip())
         yield document
     if not has_text:
@@ -270,8 +269,7 @@ def to_document(value: Any) -> Document:
     """
     if isinstance(value, AsCut):
         return replace(to_document(value.value), is_whole=True)
-    is_whole = False
-    marks: tuple[Mark, ...] = ()
+    is_whole, marks = False, tuple[Mark, ...]()
     if isinstance(value, Document):
         is_whole, marks = value.is_whole, value.outline
         source, text, metadata = value.source, value.text, value.metadata

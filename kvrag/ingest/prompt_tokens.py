@@ -70,7 +70,7 @@ def tokenise_prompt(
         tokens = control.prompt(prompt.text, tokens, add_special_tokens=adds, data=prompt.data)
         # The remaining ones are the template's.
         return replace(tokens, num_control=0)
-    origin = _Origin(index, prompt.text, hints)
+    origin = _Origin(index, control, prompt.text, hints)
     return control.prompt(prompt.text, tokens, add_special_tokens=adds, is_data=origin)
 
 
@@ -81,8 +81,11 @@ class _Origin:
     thousands.
     """
 
-    def __init__(self, index: Index, prompt: str, hints: Sequence[str]) -> None:
+    def __init__(
+        self, index: Index, control: ControlTokens, prompt: str, hints: Sequence[str]
+    ) -> None:
         self._index = index
+        self._control = control
         self._prompt = prompt
         self._hints = hints
 
@@ -93,11 +96,9 @@ class _Origin:
         if self._prompt[start:end] not in self._likely_strings:
             return False
         # A chunk that imitates turns has its strings at the template's places too.
-        return (
-            (start, end) not in self._frame
-            if self._is_imitated
-            else (not self._is_template_place(start, end))
-        )
+        if self._is_imitated:
+            return (start, end) not in self._frame
+        return not self._is_template_place(start, end)
 
     def _is_copied(self, start: int, end: int) -> bool:
         """Return whether a control string's surroundings come from a document."""
@@ -186,11 +187,6 @@ class _Origin:
     @cached_property
     def _template_places(self) -> dict[str, set[tuple[str, str]]]:
         return _template_places(self._index.tokenizer, self._control)
-
-    @cached_property
-    def _control(self) -> ControlTokens:
-        assert self._index.control is not None
-        return self._index.control
 
     @cached_property
     def _chunk_spans(self) -> tuple[list[Span], bool]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -95,13 +95,11 @@ class Reranker:
     """
 
     def __init__(self, model: str | Path | Any) -> None:
-        is_named = isinstance(model, str | Path)
-        self.name = PurePath(model).name if is_named else type(model).__name__
-        self._model: Any = (
-            load_sentences("CrossEncoder", str(model), "rerank", num_labels=1)
-            if is_named
-            else model
-        )
+        self.name = type(model).__name__
+        self._model: Any = model
+        if isinstance(model, str | Path):
+            self.name = PurePath(model).name
+            self._model = load_sentences("CrossEncoder", str(model), "rerank", num_labels=1)
         # Each call sets the truncation of one tokenizer.
         self._reading = Turns()
         if not hasattr(self._model, "predict"):
@@ -132,8 +130,13 @@ class Reranker:
                 f"{arguments.shown(predicted[0])} for a text: expected one finite "
                 "number, as a CrossEncoder with one label gives"
             )
-        found = iter(predicted)
-        return [max(next(found) for _ in windows) for windows in texts]
+        return _best(predicted, texts)
+
+
+def _best(scores: Iterable[float], texts: Sequence[Sequence[str]]) -> list[float]:
+    """Return each text's best score, given those of all windows."""
+    found = iter(scores)
+    return [max(next(found) for _ in windows) for windows in texts]
 
 
 class CosineRanker:
@@ -157,8 +160,7 @@ class CosineRanker:
     def scores(self, question: str, texts: Sequence[Sequence[str]]) -> list[float]:
         """Return each text's score, -1 to 1: that of its best window; see `Reranker.scores`."""
         vectors = self._embedding.embed([window for windows in texts for window in windows])
-        found = iter((vectors @ self._embedding.embed_query(question)).tolist())
-        return [max(next(found) for _ in windows) for windows in texts]
+        return _best((vectors @ self._embedding.embed_query(question)).tolist(), texts)
 
 
 _MAX_RECENT = 256
@@ -359,25 +361,19 @@ class Search(OfProcess):
         try:
             opening = partial(self._storage.store.open, key)
             record = opening() if patience is None else patience.open(opening)
+            if record is None:
+                return None
+            with ExitStack() as on_error:
+                on_error.callback(record.close)
+                encoded = self._storage.coding.open(key, record, self._storage.config.spec)
+                if encoded.num_tokens != len(chunk.token_ids):
+                    raise RecordError(
+                        f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, "
+                        f"expected {len(chunk.token_ids)}"
+                    )
+                on_error.pop_all()
         except RecordError:
             note_damage()
-            raise
-        if record is None:
-            return None
-        try:
-            encoded = self._storage.coding.open(key, record, self._storage.config.spec)
-            expected = len(chunk.token_ids)
-            if encoded.num_tokens != expected:
-                raise RecordError(
-                    f"the record of chunk {chunk_id} holds {encoded.num_tokens} tokens, expected "
-                    f"{expected}"
-                )
-        except RecordError:
-            record.close()
-            note_damage()
-            raise
-        except BaseException:
-            record.close()
             raise
         return cast("EncodedChunk", WatchedChunk(encoded, note_damage))
 
@@ -440,13 +436,11 @@ class Search(OfProcess):
             if not found:
                 break
             # A search may find many more than are wanted; only those are read.
-            for first in range(0, len(found), k):
-                part = found[first : first + k]
+            while found and len(hits) < k:
+                part, found = found[:k], found[k:]
                 chunks = self._storage.catalog.chunks_at([row for row, _ in part])
                 hits += [SearchHit(chunks[row], score) for row, score in part if row in chunks]
                 seen.update(row for row, _ in part)
-                if len(hits) >= k:
-                    break
         return hits[:k]
 
     def _noted(self, hits: list[SearchHit]) -> list[SearchHit]:

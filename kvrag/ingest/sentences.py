@@ -120,11 +120,7 @@ def _require_known(folder: Path) -> None:
         )
 
 
-def _nothing() -> None:
-    """Let work go on."""
-
-
-before_turn: ContextVar[Callable[[], None]] = ContextVar("before_turn", default=_nothing)
+before_turn: ContextVar[Callable[[], object]] = ContextVar("before_turn", default=lambda: None)
 """Called before each batch of the work in this context; an error that it raises ends the work."""
 
 
@@ -132,33 +128,22 @@ class Turns:
     """A lock whose holders come in the order in which they asked."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
-        self._is_taken = False
+        self._changed = threading.Condition()
+        self._asked: deque[object] = deque()  # the first one holds the lock
 
     def __enter__(self) -> None:
         before_turn.get()()
-        with self._lock:
-            if not self._is_taken:
-                self._is_taken = True
-                return
-            mine = threading.Lock()
-            mine.acquire()
-            self._waiting.append(mine)
-        try:
-            mine.acquire()
-        except BaseException:  # an interrupt
-            with self._lock:
-                is_mine = mine not in self._waiting
-                if not is_mine:
-                    self._waiting.remove(mine)
-            if is_mine:
-                self.__exit__()
-            raise
+        mine = object()
+        with self._changed:
+            self._asked.append(mine)
+            try:
+                self._changed.wait_for(lambda: self._asked[0] is mine)
+            except BaseException:  # an interrupt
+                self._asked.remove(mine)
+                self._changed.notify_all()
+                raise
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._is_taken = False
+        with self._changed:
+            self._asked.popleft()
+            self._changed.notify_all()

@@ -11,7 +11,7 @@ import functools
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from kvrag.errors import DocumentError
@@ -57,7 +57,6 @@ _EQUATION = {
     "mr/e": ("", " "),
     "eqArr/e": ("", "; "),
 }
-_NEITHER = ("", "")
 _BRACKETS = str.maketrans({_OPEN: "(", _CLOSE: ")"})
 _EMPTY = re.compile(rf"[\^_]{_OPEN}\s*{_CLOSE}|\[\]")
 _SINGLE = re.compile(rf"{_OPEN}(\w*){_CLOSE}")
@@ -112,13 +111,14 @@ def _text(archive: Archive, main: str) -> str:
                 body.layout = Layout()
                 body.read(one)
                 notes[kind + _value(one.attrib, "id")] = body.end().replace("\n\n", "\n")
-    edges: dict[str, list[str]] = {}
-    for kind in ("header", "footer"):
+
+    def edges(kind: str) -> list[str]:
         texts = [_blocks(archive, name, sheet, {}) for name in sorted(set(find(kind)))]
         # Not one that holds a page's number alone.
-        edges[kind] = [one for one in dict.fromkeys(texts) if re.search(r"[^\W\d_]{2}", one)]
-    text = _blocks(archive, main, sheet, notes)
-    return "\n\n".join(filter(None, [*edges["header"], text, *edges["footer"]]))
+        return [one for one in dict.fromkeys(texts) if re.search(r"[^\W\d_]{2}", one)]
+
+    texts = [*edges("header"), _blocks(archive, main, sheet, notes), *edges("footer")]
+    return "\n\n".join(filter(None, texts))
 
 
 def _blocks(archive: Archive, part: str, sheet: _Sheet, notes: dict[str, str]) -> str:
@@ -172,9 +172,9 @@ def _check_type(element: Any) -> None:
         raise ValueError(f"a document type declaration of {name!r}, which no Word file has")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Style:
-    """What a style says; None where the one that it is based on says it."""
+    """What a style or a paragraph says; None where the style that it is based on says it."""
 
     base: str = ""
     level: int | None = None
@@ -220,20 +220,20 @@ class _Sheet:
         """Take styles from the root element of their part."""
         for one in root.iter("{*}style"):
             name = _get(one, "name").lower()
-            level = name.removeprefix("heading ")  # up to 9; Markdown has 6
-            hidden, outline = _find(one, "rPr/vanish"), _get(one, "pPr/outlineLvl")
-            style = _Style(
-                base=_get(one, "basedOn"),
-                number=_get(one, "pPr/numPr/numId", None),
-                depth=_integer(_get(one, "pPr/numPr/ilvl"), None),
-                is_hidden=None if hidden is None else _is_on(_value(hidden.attrib, "val")),
-            )
+            heading = name.removeprefix("heading ")  # up to 9; Markdown has 6
+            outline = _integer(_get(one, "pPr/outlineLvl"), -1)
+            level = outline + 1 if 0 <= outline < 6 else None
             if name == "title":
-                style.level = 1
-            elif level != name:
-                style.level = min(_integer(level, 6) or 6, 6)
-            elif outline in list("012345"):
-                style.level = int(outline) + 1
+                level = 1
+            elif heading != name:
+                level = min(_integer(heading, 6) or 6, 6)
+            style = _Style(
+                _get(one, "basedOn"),
+                level,
+                _get(one, "pPr/numPr/numId", None),
+                _integer(_get(one, "pPr/numPr/ilvl")),
+                _is_hidden(_find(one, "rPr")),
+            )
             self._styles[_value(one.attrib, "styleId")] = style
             if _is_on(_value(one.attrib, "default") or "0") and "paragraph" in one.attrib.values():
                 self._styles[""] = style
@@ -247,30 +247,26 @@ class _Sheet:
             counter = _get(one, "abstractNumId")
             found = _List(counter, {**shared.get(counter, {}), **_levels(one)})
             for other in one.iter("{*}lvlOverride"):
-                start = _integer(_get(other, "startOverride"), None)
+                start = _integer(_get(other, "startOverride"))
                 if start is not None:
-                    found.starts[_integer(_value(other.attrib, "ilvl"), 0) or 0] = start
+                    found.starts[_integer(_value(other.attrib, "ilvl"), 0)] = start
             self._lists[_value(one.attrib, "numId")] = found
 
-    def style(self, name: str) -> _Style:
+    def whole(self, style: _Style) -> _Style:
         """Return a style with what it takes from those that it is based on."""
-        found = _Style()
         for _ in range(_MAX_BASES):
-            style = self._styles.get(name)
-            if style is None:
+            base = self._styles.get(style.base)
+            if base is None:
                 break
-            for key in ("level", "number", "depth", "is_hidden"):
-                if getattr(found, key) is None:
-                    setattr(found, key, getattr(style, key))
+            said = zip(astuple(style)[1:], astuple(base)[1:], strict=True)
+            style = _Style(base.base, *(its if own is None else own for own, its in said))
             if not style.base:
                 break
-            name = style.base
-        return found
+        return style
 
     def count(self, number: str, depth: int | None, style: str) -> tuple[str, int] | None:
         """Return the marker of the next item of a list ("-" for a bullet), and its depth."""
-        one = self._lists.get(number)
-        if one is None:
+        if (one := self._lists.get(number)) is None:
             return None
         if depth is None:
             depth = next((at for at, level in one.levels.items() if level.style == style), 0)
@@ -298,24 +294,15 @@ class _Sheet:
 def _levels(parent: Any) -> dict[int, _Level]:
     return {
         at: _Level(
-            _integer(_get(one, "start"), 1) or 0,
+            _integer(_get(one, "start"), 1),
             _get(one, "numFmt"),
             _get(one, "lvlText")[:_MAX_MARKER_CHARACTERS],
             _get(one, "pStyle"),
             _find(one, "isLgl") is not None,
         )
         for one in parent.iter("{*}lvl")
-        if 0 <= (at := _integer(_value(one.attrib, "ilvl"), 0) or 0) <= _MAX_DEPTH
+        if 0 <= (at := _integer(_value(one.attrib, "ilvl"), 0)) <= _MAX_DEPTH
     }
-
-
-@dataclass
-class _Paragraph:
-    """What a paragraph's own properties say."""
-
-    style: str = ""
-    number: str | None = None
-    depth: int | None = None
 
 
 class _Body:
@@ -325,11 +312,11 @@ class _Body:
         self.layout = Layout()
         self._sheet = sheet
         sheet.begin_part()
-        self._style = functools.lru_cache(maxsize=256)(sheet.style)
+        self._whole = functools.lru_cache(maxsize=256)(sheet.whole)
         self._notes = notes
         self._num_notes = {"footnote": 0, "endnote": 0}
         self._waiting: list[str] = []
-        self._paragraph = _Paragraph()
+        self._paragraph = _Style()
         # Whether the mark between the paragraph and the next one is gone.
         self._is_joined = False
         self._text: list[str] = []
@@ -347,7 +334,10 @@ class _Body:
             case "t" if not is_hidden:
                 self._text.append(element.text or "")
             case "r":
-                is_hidden = self._is_hidden(element, is_hidden)
+                if (properties := _find(element, "rPr")) is not None:
+                    style = self._whole(_Style(_get(properties, "rStyle"))).is_hidden
+                    own = _is_hidden(properties)
+                    is_hidden = is_hidden or bool(style) if own is None else own
             case "p":
                 self._read_paragraph(element, is_hidden)
                 return
@@ -356,9 +346,9 @@ class _Body:
                 self.layout.tables.begin_table()
             case "tr":
                 self.layout.tables.begin_row()
-                self.layout.tables.skip_columns(_integer(_get(element, "trPr/gridBefore"), 0) or 0)
+                self.layout.tables.skip_columns(_integer(_get(element, "trPr/gridBefore"), 0))
             case "tc":
-                columns = _integer(_get(element, "tcPr/gridSpan"), 1) or 1
+                columns = _integer(_get(element, "tcPr/gridSpan"), 1)
                 merged = _find(element, "tcPr/vMerge")
                 is_below = merged is not None and _value(merged.attrib, "val") != "restart"
                 self.layout.tables.begin_cell(columns, is_below=is_below)
@@ -385,14 +375,6 @@ class _Body:
         self._end_paragraph()
         return self.layout.finish()
 
-    def _is_hidden(self, run: Any, is_hidden: bool) -> bool:
-        properties = _find(run, "rPr")
-        if properties is None:
-            return is_hidden
-        is_hidden |= bool(self._style(_get(properties, "rStyle")).is_hidden)
-        vanish = _find(properties, "vanish")
-        return is_hidden if vanish is None else _is_on(_value(vanish.attrib, "val"))
-
     def _read_paragraph(self, element: Any, is_hidden: bool) -> None:
         # In another one, in a text box: the outer one's text so far is first.
         if not self._is_joined:
@@ -400,10 +382,9 @@ class _Body:
         self._is_joined = is_joined = False
         properties = _find(element, "pPr")
         if properties is not None:
-            self._paragraph = _Paragraph(
-                _get(properties, "pStyle"),
-                _get(properties, "numPr/numId", None),
-                _integer(_get(properties, "numPr/ilvl"), None),
+            number, depth = _get(properties, "numPr/numId", None), _get(properties, "numPr/ilvl")
+            self._paragraph = _Style(
+                _get(properties, "pStyle"), number=number, depth=_integer(depth)
             )
             marks = _find(properties, "rPr")
             is_joined = marks is not None and any(_split(one.tag)[0] == "gone" for one in marks)
@@ -434,11 +415,9 @@ class _Body:
     def _end_paragraph(self) -> None:
         text = "".join(self._text).strip()
         self._text.clear()
-        paragraph, self._paragraph = self._paragraph, _Paragraph()
-        style = self._style(paragraph.style)
-        number = paragraph.number if paragraph.number is not None else style.number
-        depth = paragraph.depth if paragraph.depth is not None else style.depth
-        found = self._sheet.count(number, depth, paragraph.style) if number else None
+        name, style = self._paragraph.base, self._whole(self._paragraph)
+        self._paragraph = _Style()
+        found = self._sheet.count(style.number, style.depth, name) if style.number else None
         if not text or style.is_hidden:
             return
         layout = self.layout
@@ -485,7 +464,7 @@ def _parts(element: Any) -> str:
     for child in element.iterchildren("*"):
         space, name = _split(child.tag)
         if space != "gone":
-            before, after = _EQUATION.get(f"{above}/{name}", _EQUATION.get(name, _NEITHER))
+            before, after = _EQUATION.get(f"{above}/{name}", _EQUATION.get(name, ("", "")))
             text += before + _parts(child) + after
     return text
 
@@ -518,8 +497,14 @@ def _get(element: Any, path: str, default: Any = "") -> Any:
     return default if found is None else _value(found.attrib, "val")
 
 
-def _integer(text: str, default: int | None) -> int | None:
+def _integer(text: str, default: Any = None) -> Any:
     return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else default
+
+
+def _is_hidden(properties: Any) -> bool | None:
+    """Return whether a text's properties hide it; None if they do not say."""
+    vanish = None if properties is None else _find(properties, "vanish")
+    return None if vanish is None else _is_on(_value(vanish.attrib, "val"))
 
 
 def _is_on(value: str) -> bool:

@@ -129,7 +129,7 @@ CREATE TABLE fields (name, value, row INTEGER, PRIMARY KEY (name, value, row)) W
 _MAX_WORDS = 256
 _BATCH = 1 << 20
 _VERSION = b"5"
-_OLDER = (b"4", b"3")  # sound, but made again before it is used
+_OLDER = b"3"  # of 0.2.0: sound, but made again before it is used
 _TAIL_BYTES = 2 * CHECKSUM_BYTES  # version of the catalog, seal of the file
 
 
@@ -245,7 +245,7 @@ class WordIndex:
     @checked
     def damage(self) -> str:
         """Return what is wrong with the file; "" if it is sound or missing."""
-        if not self._path.exists() or any(map(self._tail, (_VERSION, *_OLDER))):
+        if not self._path.exists() or self._tail() or self._tail(_OLDER):
             return ""
         return "the index of words is damaged (its file is not what was written)"
 
@@ -372,8 +372,7 @@ _OPTIONS: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
 
 def _digest_of(version: bytes) -> Any:
     """Return what digests a file: whole files are read at each change, so it must be fast."""
-    is_old = version in _OLDER
-    return hashlib.blake2b(digest_size=CHECKSUM_BYTES) if is_old else xxhash.xxh3_128()
+    return hashlib.blake2b(digest_size=CHECKSUM_BYTES) if version == _OLDER else xxhash.xxh3_128()
 
 
 def any_word_of(question: str) -> str:

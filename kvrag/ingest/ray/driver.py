@@ -1,6 +1,6 @@
 """Ingestion on Ray Data: what runs in the process that holds the index.
 
-The stages are ``plan_rows`` (tasks: read, compare, cut) and `RemoteEncoder` (actors: embed,
+The stages are ``plan_rows`` (tasks: read, compare, cut) and `Encoder` (actors: embed,
 prefill, compress, encode, store). Only this process writes the catalog, and chooses with context
 ``similar`` what each chunk is encoded after, once tasks have embedded all.
 """
@@ -93,16 +93,13 @@ class RayOptions:
 
 def size_by_codec(num_tokens: int, config: IndexConfig) -> dict[str, int]:
     """Return the bytes of the records of some tokens by codec; rather too many than too few."""
-    names = [RAW] + [
+    names = [
         parse_codec(preset if len(levels) == 1 else f"{preset}:{level}").label
         for preset, levels in LEVELS.items()
         for level in levels
     ]
-    size = DTYPE_BYTES[config.dtype]
-    return {
-        name: num_tokens * expected_bytes_per_token(name, config.bytes_per_token, size)
-        for name in names
-    }
+    given = config.bytes_per_token, DTYPE_BYTES[config.dtype]
+    return {one: num_tokens * expected_bytes_per_token(one, *given) for one in [RAW, *names]}
 
 
 _FILES_A_TASK, _BYTES_A_TASK, _MOST_TASKS = 8, 32 << 20, 4096
@@ -238,7 +235,8 @@ class RayRunner:
                 "an index with a key cannot be filled with Ray: its object store would hold the "
                 "text of documents unencrypted; ingest without --ray"
             )
-        if not (config.store or self._options.store) and not is_one_machine(ray):
+        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+        if not (config.store or self._options.store or hosts <= {socket.gethostname()}):
             raise ParameterError(
                 f"the KV of {storage.path} is in its own folder, which other machines do not "
                 "share: make an index with --store (redis://, s3://), or use --ray local"
@@ -287,16 +285,15 @@ class RayRunner:
         job = self._job(run, "", b"")
         companions: Companions | None = None
         collector = Collector(run, plan, self._has_rows)
-        if job.is_similar and not run.dry_run:
+        if run.dry_run:
+            packets = planned(job)
+        elif job.is_similar:
             # Whole: what a chunk is encoded after may come last.
             packets = planned(job).materialize()
             companions = self._companions(ray, run, collector, packets)
         else:
-            if not run.dry_run:
-                job = self._coded(run, lambda: _packets(planned(job)))
-            packets = planned(job)
-            if not run.dry_run:
-                packets = self._computed(ray, packets, job)
+            coded = self._coded(run, lambda: _packets(planned(job)))
+            packets = self._computed(ray, planned(coded), coded)
         # Its executor would outlive the connection, and start another Ray.
         with contextlib.closing(_packets(packets)) as made:
             collector.collect(made, companions)
@@ -315,8 +312,7 @@ class RayRunner:
                     run.codec_for([chunk for _, chunk in missing], lambda _: None)
                 jobs.append(self._coded(run))
             (job,) = jobs
-            dim = run.config.embedding_dim
-            packets = [pack(one, dim) for one in single_chunks(missing, job.batch_tokens)]
+            packets = [pack(one) for one in single_chunks(missing, job.batch_tokens)]
             made = self._computed(ray, ray.data.from_arrow(packets), job)
             with (
                 settings(made.context, self._options),
@@ -332,7 +328,7 @@ class RayRunner:
         """Return the dataset of packets with their vectors, and with their KV stored."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from kvrag.ingest.ray.packets import Attempts, RemoteEncoder
+        from kvrag.ingest.ray.packets import Attempts, Encoder, RemoteAttempts
 
         options = self._options
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
@@ -342,7 +338,7 @@ class RayRunner:
             .remote()
         )
         return packets.map_batches(
-            RemoteEncoder,
+            Encoder,
             batch_size=1,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(
@@ -353,7 +349,7 @@ class RayRunner:
             ),
             num_cpus=options.cpus,
             num_gpus=options.gpus,
-            fn_constructor_kwargs={"job": job, "attempts": attempts},
+            fn_constructor_kwargs={"job": job, "attempts": RemoteAttempts(attempts)},
         )
 
     def _coded(
@@ -418,8 +414,8 @@ def _packets(dataset: Any) -> Generator[Packet, None, None]:
         yield from unpack(table)
 
 
-# The least that ids and offsets take: a full packet is then always a separate block.
-_BYTES_PER_TOKEN = 8
+# The least that a token takes, with its offset and text: a full packet is then a separate block.
+_BYTES_PER_TOKEN = 7
 _OWN_ERROR = re.compile(r"kvrag\.errors\.\w+: (.+)")
 _OTHER_ERROR = re.compile(r"(?!ray\.)[A-Za-z_][\w.]*(: .*)?$")
 _BARS = "ray.data._internal.progress"
@@ -447,15 +443,12 @@ def connected(options: RayOptions) -> Iterator[Any]:
         if is_ours:
             _connect(ray, options.address)
         yield ray
-    except ray.exceptions.RayTaskError as error:
-        raise ClusterError(
-            f"a worker of Ray failed ({reason_of(error)}); finished work is kept, and the same "
-            "command goes on"
-        ) from error
     except ray.exceptions.RayError as error:
+        is_of_worker = isinstance(error, ray.exceptions.RayTaskError)
+        what = "a worker of Ray failed" if is_of_worker else "the cluster of Ray gave up"
         raise ClusterError(
-            f"the cluster of Ray gave up ({reason_of(error)}); finished work is kept, and the same "
-            "command goes on. Its workers have the environment of 'ray start', not this command's"
+            f"{what} ({reason_of(error)}); finished work is kept, and the same command goes on. "
+            "Workers have the environment of 'ray start', not this command's"
         ) from error
     finally:
         if is_ours:
@@ -504,12 +497,6 @@ def _default_address() -> str | None:
     with contextlib.suppress(OSError):
         return Path(folder, "ray", "ray_current_cluster").read_text().strip()
     return None
-
-
-def is_one_machine(ray: Any) -> bool:
-    """Return whether all nodes of the cluster are on this machine."""
-    names = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-    return names <= {socket.gethostname()}
 
 
 @contextlib.contextmanager

@@ -5,25 +5,23 @@ stateless task: what it loads (the tokenizer, the parser's process, the connecti
 stays in the worker process for the next task of the same job. Actors embed and encode packets.
 
 A packet holds about as many tokens as one call of an actor computes. A long document is spread over
-several packets. Ids and contexts are packed as in the catalog; nothing of a packet is pickled.
+several packets. Nothing of a packet is pickled.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from kvrag.chunk import Chunk, ChunkKey, Document, Mark
-from kvrag.codec.base import Codec
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import get_codec
 from kvrag.errors import StoreError
@@ -38,7 +36,7 @@ from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Known, Plan, PlannedDocument, Planner, Sources, document_digest
 from kvrag.ingest.ray.reading import Listed, each_row, read_listed
 from kvrag.ingest.report import FailedDocument
-from kvrag.ingest.schema import Change, FileState, PackedChunk, pack_chunk, unpack_chunk
+from kvrag.ingest.schema import Change, FileState
 from kvrag.plugins import document_failures
 from kvrag.store.base import Store, tiers_of
 from kvrag.store.registry import open_store
@@ -47,21 +45,9 @@ if TYPE_CHECKING:
     from kvrag.ingest.companions import Companions
 
 
-_TYPES = {int: pa.int64(), str: pa.large_string(), bytes: pa.binary()}
-_CHUNK = pa.struct(
-    [
-        *(
-            (name, _TYPES[kind])
-            for name, kind in get_type_hints(PackedChunk).items()
-            if name not in ("row", "source", "num_tokens", "contexts")
-        ),
-        ("contexts", pa.int32()),
-        ("vectors", pa.binary()),
-    ]
-)
-_SCHEMA = pa.schema(
-    [("head", pa.large_string()), ("chunks", pa.list_(_CHUNK)), ("contexts", pa.list_(pa.binary()))]
-)
+_SCHEMA = pa.schema([("head", pa.large_string()), ("vectors", pa.large_binary())])
+# What a packet says of a chunk, whose source is that of its document.
+_FIELDS = tuple(one.name for one in fields(Chunk) if one.name != "source")
 
 
 @dataclass
@@ -95,26 +81,21 @@ def against_second(source: str) -> str:
     )
 
 
-def pack(packet: Packet, dim: int) -> pa.Table:
-    """Return a packet as a table of one row; vectors have `dim` dimensions."""
-    contexts: dict[bytes, int] = {}
-    chunks: list[dict[str, Any]] = []
+def pack(packet: Packet) -> pa.Table:
+    """Return a packet as a table of one row."""
     documents = packet.plan.documents
-    for document in documents:
-        for number, chunk in enumerate(document.chunks):
-            packed = pack_chunk(0, chunk)
-            vectors = document.vectors[number] if document.vectors else None
-            chunks.append(
-                {
-                    **packed._asdict(),
-                    "contexts": contexts.setdefault(packed.contexts, len(contexts)),
-                    "vectors": None if vectors is None else vectors.astype("<f4").tobytes(),
-                }
-            )
+    vectors = [of_chunk for one in documents for of_chunk in one.vectors]
     bare = [replace(one, document=None, chunks=[], vectors=[]) for one in documents]
     head = asdict(replace(packet, plan=replace(packet.plan, documents=bare)))
-    head |= {"num_here": [len(one.chunks) for one in documents], "dim": dim}
-    row = {"head": json.dumps(head), "chunks": chunks, "contexts": list(contexts)}
+    head["chunks"] = [
+        [[getattr(chunk, name) for name in _FIELDS] for chunk in one.chunks] for one in documents
+    ]
+    head["num_windows"] = [[len(of_chunk) for of_chunk in one.vectors] for one in documents]
+    head["dim"] = vectors[0].shape[1] if vectors else 0
+    row = {
+        "head": json.dumps(head, ensure_ascii=False),
+        "vectors": b"".join(of_chunk.astype("<f4").tobytes() for of_chunk in vectors),
+    }
     return pa.Table.from_pylist([row], schema=_SCHEMA)
 
 
@@ -122,32 +103,30 @@ def unpack(table: pa.Table) -> Iterator[Packet]:
     """Yield the packets of a table, in order."""
     for row in table.to_pylist():
         head = json.loads(row["head"])
-        numbers, dim = head.pop("num_here"), head.pop("dim")
+        chunks, num_windows = head.pop("chunks"), head.pop("num_windows")
+        vectors = np.frombuffer(row["vectors"], "<f4").reshape(-1, head.pop("dim") or 1)
         told = head.pop("plan")
         told["failed"] = [FailedDocument(**one) for one in told["failed"]]
         told["touched"] = [FileState(**one) for one in told["touched"]]
         told["missing"] = {key: (own, before) for key, (own, before) in told["missing"].items()}
-        rows = iter(row["chunks"])
+        place = 0
         documents = []
-        for number, one in zip(numbers, told.pop("documents"), strict=True):
-            file = one.pop("file")
-            document = PlannedDocument(**one, file=None if file is None else FileState(**file))
-            _fill(document, itertools.islice(rows, number), row["contexts"], dim)
+        for one, its, counts in zip(told.pop("documents"), chunks, num_windows, strict=True):
+            document = PlannedDocument(**one)
+            document.file = FileState(**one["file"]) if one["file"] else None
+            document.chunks = [_chunk(document.source, values) for values in its]
+            for count in counts:
+                document.vectors.append(vectors[place : place + count])
+                place += count
             documents.append(document)
-        plan = Plan(documents, **told)
-        yield Packet(plan, stages.Outcome(**head.pop("outcome")), **head)
+        yield Packet(Plan(documents, **told), stages.Outcome(**head.pop("outcome")), **head)
 
 
-def _fill(
-    document: PlannedDocument, rows: Iterable[dict[str, Any]], contexts: list[bytes], dim: int
-) -> None:
-    """Give a document its chunks and their vectors."""
-    for row in rows:
-        values: dict[str, Any] = {name: row.get(name) for name in PackedChunk._fields}
-        values |= {"source": document.source, "contexts": contexts[row["contexts"]]}
-        document.chunks.append(unpack_chunk(PackedChunk(**values)))
-        if row["vectors"] is not None:
-            document.vectors.append(np.frombuffer(row["vectors"], "<f4").reshape(-1, dim))
+def _chunk(source: str, values: list[Any]) -> Chunk:
+    named = dict(zip(_FIELDS, values, strict=True))
+    for name in ("token_ids", "token_starts"):
+        named[name] = tuple(named[name])
+    return Chunk(**{**named, "source": source, "contexts": tuple(map(tuple, named["contexts"]))})
 
 
 def split(
@@ -324,20 +303,22 @@ class Collector:
         return is_first
 
     def _take(self, news: Plan) -> None:
-        plan, change = self._plan, self._change
-        plan.removed += news.removed
-        plan.unchanged += filter(self._is_first, news.unchanged)
-        plan.failed += news.failed
-        plan.gone_files += news.gone_files
-        plan.touched += news.touched
-        plan.missing |= news.missing
-        change.remove += news.removed
-        change.forget_files += news.gone_files
-        change.put_files += news.touched
+        unchanged = [source for source in news.unchanged if self._is_first(source)]
+        _merge(replace(news, unchanged=unchanged), self._plan)
+        self._change.remove += news.removed
+        self._change.forget_files += news.gone_files
+        self._change.put_files += news.touched
 
     def _commit(self, documents: list[PlannedDocument]) -> None:
         self._committer.commit(documents, self._change)
         self._change = Change()
+
+
+def _merge(news: Plan, plan: Plan) -> None:
+    """Add to a plan what another says beside documents."""
+    for name in ("removed", "unchanged", "failed", "gone_files", "touched"):
+        getattr(plan, name).extend(getattr(news, name))
+    plan.missing |= news.missing
 
 
 MAX_ENDS = 3
@@ -407,14 +388,6 @@ class Job:
         url = self.store
         return open_store(url.rpartition("|")[2] if url.startswith("tiered:") else url)
 
-    def open_codec(self) -> Codec:
-        """Return the codec of new records."""
-        return get_codec(self.codec, Profile.from_bytes(self.profile) if self.profile else None)
-
-    def parser(self) -> Parser:
-        """Return a parser of files."""
-        return Parser(self.limits, dict(self.loaders))
-
 
 class Attempts:
     """Counts how often something was begun without an end: an actor of Ray, for all others."""
@@ -433,6 +406,26 @@ class Attempts:
         self._counts.pop(name, None)
 
 
+class RemoteAttempts:
+    """The counts in an actor of `Attempts`; one that is gone has counted nothing."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def begin(self, name: str) -> int:
+        """Return how often it was begun before."""
+        import ray
+
+        try:
+            return int(ray.get(self._actor.begin.remote(name)))
+        except ray.exceptions.RayActorError:
+            return 0
+
+    def end(self, name: str) -> None:
+        """Forget it."""
+        self._actor.end.remote(name)
+
+
 class Encoder:
     """Embeds packets' chunks, computes their KV and stores it, unless it is stored already.
 
@@ -442,19 +435,20 @@ class Encoder:
     ----------
     job
         The settings.
-    begin, end
-        The methods of `Attempts`. If a process ended while it computed a packet, the next one
-        computes it chunk by chunk, and refuses a chunk that ended several.
+    attempts
+        If a process ended while it computed a packet, the next one computes it chunk by chunk, and
+        refuses a chunk that ended several.
     """
 
-    def __init__(self, job: Job, begin: Callable[[str], int], end: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, attempts: Attempts | RemoteAttempts) -> None:
         import torch
 
         torch.set_num_threads(max(1, int(job.cpus)))
         self._job = job
-        self._begin, self._end = begin, end
+        self._attempts = attempts
         self._store = job.open_store()
-        self._codec = job.open_codec()
+        profile = Profile.from_bytes(job.profile) if job.profile else None
+        self._codec = get_codec(job.codec, profile)
         self._prefill = job.encoders.prefill
         _ = job.encoders.model
 
@@ -469,7 +463,7 @@ class Encoder:
         documents = packet.plan.documents
         sound = (one for one in documents if one.chunks and not one.reason)
         name = next((one.chunks[0].chunk_id for one in sound), "")
-        is_careful = bool(name) and self._begin(name) > 0
+        is_careful = bool(name) and self._attempts.begin(name) > 0
         if not self._job.is_similar:
             stages.embed(self._job.encoders.embedding, documents)
         bad: dict[ChunkKey, str] = {}
@@ -486,15 +480,15 @@ class Encoder:
         # The last task has ended only now.
         packet.stored = next((key.digest for key, _ in reversed(missing) if key not in bad), "")
         if name:
-            self._end(name)
+            self._attempts.end(name)
         stages.refuse(documents, self._job.config.key_of, bad)
         packet.cpu_seconds += time.process_time() - started
-        return pack(packet, self._job.config.embedding_dim)
+        return pack(packet)
 
     def _make_alone(
         self, key: ChunkKey, chunk: Chunk, maker: stages.RecordMaker, bad: dict[ChunkKey, str]
     ) -> None:
-        if self._begin(key.digest) >= MAX_ENDS:
+        if self._attempts.begin(key.digest) >= MAX_ENDS:
             bad[key] = (
                 f"the process that computes chunk {chunk.ordinal} ended {MAX_ENDS} times while it "
                 "did so; look at the logs of Ray, and split or leave out the document"
@@ -502,67 +496,39 @@ class Encoder:
             return
         with stages.BackgroundWriter() as writer:
             maker.make(key, chunk, writer, bad)
-        self._end(key.digest)
-
-
-def remote_attempts(actor: Any) -> tuple[Callable[[str], int], Callable[[str], None]]:
-    """Return the methods of an `Attempts` actor; one that is gone has counted nothing."""
-    import ray
-
-    def begin(name: str) -> int:
-        try:
-            return int(ray.get(actor.begin.remote(name)))
-        except ray.exceptions.RayActorError:
-            return 0
-
-    def end(name: str) -> None:
-        actor.end.remote(name)
-
-    return begin, end
-
-
-class RemoteEncoder(Encoder):
-    """An `Encoder` that counts in an `Attempts` actor."""
-
-    def __init__(self, job: Job, attempts: Any) -> None:
-        super().__init__(job, *remote_attempts(attempts))
+        self._attempts.end(key.digest)
 
 
 _GIVEN = "kvrag_input"  # the one column of rows that the driver makes
 
 
+@dataclass(frozen=True)
 class KnownPart:
-    """The part of the catalog that concerns some documents (`kvrag.ingest.plan.Known`).
+    """The part of the catalog that concerns a file, or documents (`kvrag.ingest.plan.Known`).
 
-    Parameters
+    Attributes
     ----------
     digests
         Digests of documents by source.
     state, of_file
-        State of one file, and the digests of its documents.
+        State of the file, and the digests of its documents.
     """
 
-    def __init__(
-        self,
-        digests: Mapping[str, str],
-        state: FileState | None = None,
-        of_file: Mapping[str, Mapping[str, str]] | None = None,
-    ) -> None:
-        self._digests = digests
-        self._states = {} if state is None else {state.path: state}
-        self._of_file = of_file or {}
+    digests: Mapping[str, str]
+    state: FileState | None = None
+    of_file: Mapping[str, str] = field(default_factory=dict)
 
-    def file(self, path: str) -> FileState | None:
-        """Return a file's state when it was last read, or None if it never was."""
-        return self._states.get(path)
+    def file(self, _: str) -> FileState | None:
+        """Return the file's state when it was last read, or None if it never was."""
+        return self.state
 
-    def documents_of_file(self, path: str) -> dict[str, str]:
-        """Return source and digest of a file's documents."""
-        return dict(self._of_file.get(path, {}))
+    def documents_of_file(self, _: str) -> dict[str, str]:
+        """Return source and digest of the file's documents."""
+        return dict(self.of_file)
 
     def digest_of(self, source: str) -> str | None:
         """Return a document's digest, or None if it is not indexed."""
-        return self._digests.get(source)
+        return self.digests.get(source)
 
 
 class _Planning:
@@ -570,7 +536,7 @@ class _Planning:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._parser = job.parser()
+        self._parser = Parser(job.limits, dict(job.loaders))
         self._cutter = Cutter(job.encoders, job.config)
         self._store = job.open_store() if job.dry_run else None
         self._known: Any = None
@@ -606,9 +572,7 @@ class _Planning:
             if view is of_dataset:
                 seen |= {source: known[source] for source in plan.unchanged}
                 seen |= {planned.source: planned.digest for planned in plan.documents}
-            for name in ("removed", "unchanged", "failed", "gone_files", "touched"):
-                getattr(waiting, name).extend(getattr(plan, name))
-            waiting.missing |= plan.missing
+            _merge(plan, waiting)
             for document in self._cut_documents(plan):
                 waiting.documents.append(document)
                 waiting_tokens += sum(len(chunk.token_ids) for chunk in document.chunks)
@@ -673,8 +637,8 @@ class _Planning:
                 sources = Sources([], [], {document.source: document}, [])
                 yield KnownPart(told["digests"]), sources
             else:
-                state = None if told["state"] is None else FileState(**told["state"])
-                view = KnownPart(told["digests"], state, {told["path"]: told["of_file"]})
+                state = FileState(**told["state"]) if told["state"] else None
+                view = KnownPart(told["digests"], state, told["of_file"])
                 yield view, Sources([told["path"]], [], {}, [])
 
     def _sources(self, row: dict[str, Any], place: str, path: str | None = None) -> Sources:
@@ -720,7 +684,7 @@ def plan_rows(table: pa.Table, job: Job, known: Any = None) -> Iterator[pa.Table
             stages.embed(job.encoders.embedding, packet.plan.documents)
         packet.cpu_seconds = time.process_time() - started
         started = time.process_time()
-        yield pack(packet, job.config.embedding_dim)
+        yield pack(packet)
 
 
 def file_row(catalog: Known, path: str) -> dict[str, str]:

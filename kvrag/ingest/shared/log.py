@@ -290,7 +290,8 @@ class SharedLog:
             if codec in (None, config.codec):
                 config = replace(config, **changes)
             file = put_config(self._place, self._segments, config)
-            new = self._put_profiles(() if stored else one.profiles)
+            known = () if stored else one.profiles
+            new = put_profiles(self._segments, self._storage.profiles, known)
             stored[:] = [file, *new]
             return replace(one, config=file, profiles=_with_profiles(one.profiles, new))
 
@@ -327,7 +328,7 @@ class SharedLog:
         """Do the work of `mend`; return False if `gc` was faster, since this process slept."""
         head = self._refresh()
         file = put_config(self._place, self._segments, self._settings(head))
-        new = self._put_profiles(())
+        new = put_profiles(self._segments, self._storage.profiles)
         base = self._put_base(head.version)
 
         def alter(one: m.Manifest) -> m.Manifest:
@@ -354,7 +355,8 @@ class SharedLog:
                 written = self._log.create(ours) or self._log.read(ours.version)
                 if written is not None and written == ours:
                     if content is not None and packed is not None:
-                        m.put_again(self._segments, content, packed)
+                        # Again: `gc` takes what nothing names yet.
+                        self._segments.put(ChunkKey(content.parts[0].key), packed)
                     if self._is_in_log(written):
                         return
             time.sleep(random.uniform(0, _MOST_PAUSE_SECONDS))
@@ -396,9 +398,6 @@ class SharedLog:
         except IndexFormatError:
             return IndexConfig.load(self._storage.path)
 
-    def _put_profiles(self, known: Sequence[m.File]) -> list[m.File]:
-        return put_profiles(self._segments, self._storage.profiles, known)
-
     def _put_base(self, version: int) -> m.Base:
         """Store the view's catalog and its caches, which are brought up to date first."""
         storage, catalog = self._storage, self._storage.catalog
@@ -419,10 +418,7 @@ class SharedLog:
 
     def damage(self) -> list[str]:
         """Return what is wrong with the segments that the newest version names."""
-        head = self._newest(-1)
-        found: list[str] = []
-        m.damage_of(self._segments, head.files(), found.append)
-        return found
+        return m.damage_of(self._segments, self._newest(-1).files())
 
     def collect_garbage(
         self,
@@ -446,16 +442,61 @@ class SharedLog:
             Whether records may be removed at all: other indexes may share their store.
         """
         records = self._storage.store if all_records else None
-        garbage = m.Garbage(self._log, self._segments, self._current, self._put_since)
+        removed: set[str] = set()
         self._log.note_collecting(m.RUNNING)
         try:
-            return garbage.collect(records, needed, grace_seconds)
+            return self._remove_garbage(records, needed, grace_seconds, removed)
         finally:
             try:
                 self._log.note_collecting("over")
             finally:
-                if garbage.removed:
-                    self._put_back(garbage.removed, needed, restore)
+                if removed:
+                    self._put_back(removed, needed, restore)
+
+    def _remove_garbage(
+        self,
+        records: Store | None,
+        needed: Callable[[], Collection[str]],
+        grace_seconds: float,
+        removed: set[str],
+    ) -> GcReport:
+        """Remove old garbage, which `removed` receives by name, and list the rest."""
+        log, segments = self._log, self._segments
+        # Listed before the log is read: what is written and committed meanwhile is no garbage.
+        sizes = {f"segment {key}": size for key, size in segments.sizes()}
+        if records is not None:
+            sizes |= {f"record {key}": size for key, size in records.sizes()}
+        head = self._current()
+        used = {f"segment {part.key}" for file in head.files() for part in file.parts}
+        if records is not None:
+            used |= {f"record {digest}" for digest in needed()}
+        sizes = {name: size for name, size in sizes.items() if name not in used}
+        sizes |= {f"version {one}": 0 for one in log.versions() if one < head.version}
+        listed, now = log.garbage(), time.time()
+        since = {name: min(listed.get(name, now), now) for name in sizes}
+        if again := [name for name in sizes if name in listed and name.startswith("record ")]:
+            # What was needed again since then has been garbage for less time than the list says.
+            put = self._put_since(int(listed[m.NEWEST]), head) if m.NEWEST in listed else None
+            since |= {one: now for one in again if put is None or one.split()[1] in put}
+        graces = {"version": max(grace_seconds, m.VERSIONS_SECONDS)}
+        gone: list[str] = []
+        for name, first in list(since.items()):
+            kind, what = name.split()
+            if now - first < graces.get(kind, grace_seconds):
+                continue
+            if kind == "version":
+                log.delete(int(what))
+                gone.append(name)
+            else:
+                removed.add(name)
+                store = segments if records is None or kind == "segment" else records
+                if store.delete(ChunkKey(what)):
+                    gone.append(name)
+            del since[name]
+        log.list_garbage({**since, m.NEWEST: head.version})
+        num_records = sum(name.startswith("record ") for name in gone)
+        size_bytes = sum(sizes[name] for name in gone if name.startswith("record "))
+        return GcReport(num_records, size_bytes, len(gone) - num_records)
 
     def _put_back(
         self,

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -43,7 +43,6 @@ from kvrag.ingest.config import (
     write_atomically,
 )
 from kvrag.ingest.encryption import make_catalog
-from kvrag.ingest.report import GcReport
 from kvrag.ingest.schema import Change, ChunkRow, FileState
 from kvrag.regularfile import NAME as CHECKSUM
 from kvrag.regularfile import checksum, open_regular
@@ -337,107 +336,10 @@ def _file(values: dict[str, Any], names: re.Pattern[str] | Collection[str]) -> F
     return File(name, tuple(parts))
 
 
-_NEWEST = "newest version"
+NEWEST = "newest version"
+"""The name of the newest version in the list of garbage."""
 VERSIONS_SECONDS = 7200.0
 """Manifests stay at least so long: a reader looks for the next one, and lists all each hour."""
-
-
-class Garbage:
-    """What no version of a shared index needs any more.
-
-    Parameters
-    ----------
-    log, segments
-        The log, and the store of its segments.
-    newest
-        Brings the view up to the newest version, and returns that.
-    put_since
-        Returns the digests of the records that versions after a given one, up to another, have
-        brought; None if that is not known.
-
-    Attributes
-    ----------
-    removed
-        What `collect` has removed: ``"record DIGEST"`` and ``"segment KEY"``.
-    """
-
-    def __init__(
-        self,
-        log: Log,
-        segments: Store,
-        newest: Callable[[], Manifest],
-        put_since: Callable[[int, Manifest], Collection[str] | None],
-    ) -> None:
-        self._log = log
-        self._segments = segments
-        self._newest = newest
-        self._put_since = put_since
-        self.removed: set[str] = set()
-
-    def collect(
-        self, records: Store | None, needed: Callable[[], Collection[str]], grace_seconds: float
-    ) -> GcReport:
-        """Remove old garbage, and list the rest.
-
-        Parameters
-        ----------
-        records
-            The store of the records; None leaves it alone.
-        needed
-            Returns the digests of the records that the newest version needs.
-        grace_seconds
-            How long something must have been garbage.
-        """
-        log, segments = self._log, self._segments
-        # Listed before the log is read: what is written and committed meanwhile is no garbage.
-        stored = dict(segments.sizes())
-        present = {} if records is None else dict(records.sizes())
-        head = self._newest()
-        used = {part.key for file in head.files() for part in file.parts}
-        sizes = {
-            f"segment {key.digest}": size for key, size in stored.items() if key.digest not in used
-        }
-        if present:
-            wanted = needed()
-            sizes |= {
-                f"record {key.digest}": size
-                for key, size in present.items()
-                if key.digest not in wanted
-            }
-        sizes |= {f"version {one}": 0 for one in log.versions() if one < head.version}
-        listed, now = log.garbage(), time.time()
-        since = {name: min(listed.get(name, now), now) for name in sizes}
-        if again := [name for name in sizes if name in listed and name.startswith("record ")]:
-            # What was needed again since then has been garbage for less time than the list says.
-            put = self._put_since(int(listed[_NEWEST]), head) if _NEWEST in listed else None
-            for name in again:
-                if put is None or name.partition(" ")[2] in put:
-                    since[name] = now
-        old = [
-            name for name, first in since.items() if now - first >= _grace_of(name, grace_seconds)
-        ]
-        num_records = num_others = size_bytes = 0
-        for name in old:
-            kind, _, what = name.partition(" ")
-            if kind == "version":
-                log.delete(int(what))
-                num_others += 1
-            elif kind == "segment":
-                self.removed.add(name)
-                num_others += segments.delete(ChunkKey(what))
-            elif records is not None:
-                self.removed.add(name)
-                if records.delete(ChunkKey(what)):
-                    num_records += 1
-                    size_bytes += sizes[name]
-            del since[name]
-        log.list_garbage({**since, _NEWEST: head.version})
-        return GcReport(num_records, size_bytes, num_others)
-
-
-def _grace_of(name: str, grace_seconds: float) -> float:
-    return max(grace_seconds, VERSIONS_SECONDS) if name.startswith("version ") else grace_seconds
-
 
 PART_BYTES = 4 << 20
 _THREADS = 8
@@ -446,11 +348,6 @@ _THREADS = 8
 def put_bytes(store: Store, name: str, content: bytes) -> File:
     """Store some bytes. Raises StoreError."""
     return File(name, (_put(store, content),))
-
-
-def put_again(store: Store, file: File, content: bytes) -> None:
-    """Store the bytes of `put_bytes` again if they are gone: `gc` takes what nothing names yet."""
-    store.put(ChunkKey(file.parts[0].key), content)
 
 
 def is_stored(store: Store, files: Iterable[File]) -> bool:
@@ -499,14 +396,16 @@ def get_file(store: Store, file: File, path: Path) -> None:
                 pass
 
 
-def damage_of(store: Store, files: Iterable[File], say: Callable[[str], None]) -> None:
-    """Read every part of some files, and call `say` with a line for each damaged one."""
+def damage_of(store: Store, files: Iterable[File]) -> list[str]:
+    """Read every part of some files, and return a line for each damaged one."""
+    found: list[str] = []
     for file in files:
         for part in file.parts:
             try:
                 _get(store, file, part, bytearray())
             except (IndexFormatError, StoreError) as error:
-                say(str(error))
+                found.append(str(error))
+    return found
 
 
 def _put(store: Store, content: bytes) -> Part:
@@ -566,18 +465,16 @@ def pack(change: Change) -> bytes:
             "after": change.after,
         }
     text = zlib.compress(json.dumps(said, allow_nan=False).encode(), 1)
-    return bytes(
-        save(
-            {
-                "change": np.frombuffer(text, np.uint8),
-                "vectors": np.concatenate(vectors).astype("<f4"),
-            }
-        )
-    )
+    tensors = {
+        "change": np.frombuffer(text, np.uint8),
+        "vectors": np.concatenate(vectors).astype("<f4"),
+    }
+    return bytes(save(tensors))
 
 
 def unpack(content: bytes, where: str) -> Change:
     """Return the change in a segment's bytes. Raises IndexFormatError, which names `where`."""
+    import numpy as np
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -587,7 +484,10 @@ def unpack(content: bytes, where: str) -> Change:
         said = json.loads(unzip.decompress(tensors["change"].tobytes(), _MOST_BYTES))
         if "drop" in said:
             return Change(remove_chunks=[str(one) for one in said["drop"]])
-        vectors = _Vectors(tensors["vectors"])
+        counts = [row[-1] for *_, rows in said["put"] for row in rows]
+        if sum(counts) > len(tensors["vectors"]):
+            raise ValueError(f"{len(tensors['vectors'])} vectors are fewer than its chunks have")
+        vectors = iter(np.split(tensors["vectors"], list(itertools.accumulate(counts))))
         return Change(
             forget_files=said["forget_files"],
             remove=said["remove"],
@@ -604,21 +504,6 @@ def unpack(content: bytes, where: str) -> Change:
             f"{where} holds no change that this kvrag can read ({error}); use the kvrag that wrote "
             "it, or a newer one"
         ) from error
-
-
-class _Vectors:
-    """Takes the vectors of one chunk after the other from a matrix."""
-
-    def __init__(self, matrix: Any) -> None:
-        self._matrix = matrix
-        self._next = 0
-
-    def take(self, count: int) -> Any:
-        found = self._matrix[self._next : self._next + count]
-        if len(found) != count:
-            raise ValueError(f"{len(self._matrix)} vectors are fewer than its chunks have")
-        self._next += count
-        return found
 
 
 def _said(row: ChunkRow) -> list[Any]:
@@ -640,12 +525,12 @@ def _contexts(values: list[list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, values))
 
 
-def _row(source: str, values: list[Any], vectors: _Vectors) -> ChunkRow:
-    chunk_id, text, ids, starts, ordinal, metadata, contexts, keys, count = values
+def _row(source: str, values: list[Any], vectors: Iterator[Any]) -> ChunkRow:
+    chunk_id, text, ids, starts, ordinal, metadata, contexts, keys, _ = values
     chunk = Chunk(
         chunk_id, text, tuple(ids), tuple(starts), source, ordinal, metadata, _contexts(contexts)
     )
-    return ChunkRow(chunk, [ChunkKey(one) for one in keys], vectors.take(count))
+    return ChunkRow(chunk, [ChunkKey(one) for one in keys], next(vectors))
 
 
 _APPLIED = "applied.json"

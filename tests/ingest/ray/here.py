@@ -32,8 +32,7 @@ def here(run: Run) -> Plan:
     if job.is_similar and not job.dry_run:
 
         def encode(missing: list[tuple[ChunkKey, Chunk]]) -> dict[ChunkKey, str]:
-            dim = job.config.embedding_dim
-            packets = [p.pack(one, dim) for one in p.single_chunks(missing, job.batch_tokens)]
+            packets = [p.pack(one) for one in p.single_chunks(missing, job.batch_tokens)]
             return collector.encoded(encoded(packets, job))
 
         packets = [packet for one in planned for packet in p.unpack(one)]
@@ -52,8 +51,7 @@ def computed(rows: list[dict[str, Any]], job: p.Job) -> Iterator[p.Packet]:
 def encoded(packets: Iterable[Any], job: p.Job) -> Iterator[p.Packet]:
     for packet in packets:
         if not job.dry_run:
-            attempts = p.Attempts()
-            packet = p.Encoder(job, attempts.begin, attempts.end)(packet)
+            packet = p.Encoder(job, p.Attempts())(packet)
         yield from p.unpack(packet)
 
 

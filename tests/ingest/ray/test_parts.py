@@ -95,7 +95,7 @@ def test_a_packet_arrives_as_it_was_sent() -> None:
     )
     counts = Outcome(1, 2, 3, 4, 5.0, 6.0)
     sent = p.Packet(replace(news, documents=documents), counts, "f" * 40, 1.5)
-    (found,) = p.unpack(p.pack(sent, 4))
+    (found,) = p.unpack(p.pack(sent))
     for came, went in zip(found.plan.documents[0].vectors, vectors, strict=True):
         np.testing.assert_array_equal(came, went)
     came = [replace(one, vectors=[]) for one in found.plan.documents]
@@ -191,7 +191,7 @@ def test_a_chunk_that_ends_its_process_several_times_is_refused(
             pass
 
         for _ in range(1 + p.MAX_ENDS):
-            encoder = p.Encoder(job, attempts.begin, attempts.end)
+            encoder = p.Encoder(job, attempts)
 
             def die(_: Chunk) -> Any:
                 raise Killed
@@ -199,7 +199,7 @@ def test_a_chunk_that_ends_its_process_several_times_is_refused(
             monkeypatch.setattr(encoder, "_prefill", die)
             with pytest.raises(Killed):
                 encoder(planned)
-        (packet,) = p.unpack(p.Encoder(job, attempts.begin, attempts.end)(planned))
+        (packet,) = p.unpack(p.Encoder(job, attempts)(planned))
         assert f"ended {p.MAX_ENDS} times" in packet.plan.documents[0].reason
         assert packet.outcome.num_records == 0
 
@@ -440,7 +440,7 @@ def test_an_error_here_ends_the_run_on_the_cluster_before_the_connection(
             is_running = True
             try:
                 while True:
-                    yield p.pack(p.Packet(Plan([part("not stored", [3])])), 4)
+                    yield p.pack(p.Packet(Plan([part("not stored", [3])])))
             finally:
                 is_running = False
 
