@@ -13,7 +13,9 @@ from functools import cached_property
 from typing import Protocol
 
 from kvrag.ingest.index import Index
-from kvrag.store.base import ChecksWritable, Limits, capability
+from kvrag.store.base import capability
+from kvrag.store.file import FileStore
+from kvrag.store.limited import LimitedStore
 
 logger = logging.getLogger("kvrag")
 
@@ -159,10 +161,10 @@ class FirstPlaces(IdleJob):
     @cached_property
     def _may_write(self) -> bool:
         index = self._index
-        if not index.config.has_kv or capability(index.store, Limits) is not None:
+        if not index.config.has_kv or capability(index.store, LimitedStore) is not None:
             return False
-        if (checks := capability(index.store, ChecksWritable)) is not None:
-            checks.check_writable()
+        if (folder_store := capability(index.store, FileStore)) is not None:
+            folder_store.check_writable()
         return True
 
     def _wanted(self, idle: Idle) -> Iterator[str]:

@@ -17,7 +17,8 @@ from kvrag.errors import IndexMismatchError, ModelLoadError, ParameterError
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.profiles import adapter_of, kept_in, read_kept
 from kvrag.models.control import KEEP, ControlTokens
-from kvrag.store.base import Limits, Store, capability, is_in_memory, tiers_of
+from kvrag.store.base import Store, capability, is_in_memory, tiers_of
+from kvrag.store.limited import LimitedStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ def check_limit(store: Store, config: IndexConfig) -> None:
         config = replace(config, codec=RAW)
     needed = config.chunk_tokens * config.expected_bytes_per_token
     for tier in tiers_of(store):
-        limited = capability(tier, Limits)
+        limited = capability(tier, LimitedStore)
         if limited is not None and limited.limit_bytes < needed:
             store.close()
             raise ParameterError(

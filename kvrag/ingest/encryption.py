@@ -17,7 +17,8 @@ from kvrag.ingest.catalog import FILE_NAME, Catalog
 from kvrag.ingest.catalogfile import finish_placing, next_path, put_in_place, ready_path
 from kvrag.ingest.config import WORDS_NAME, IndexConfig, writer_lock
 from kvrag.ingest.schema import checksum_key
-from kvrag.store.base import DerivesKeys, Store, capability, tiers_of
+from kvrag.store.base import Store, capability, tiers_of
+from kvrag.store.encrypted import EncryptedStore
 
 _CATALOG = b"kvrag catalog"
 _CHECK = b"kvrag key check"
@@ -29,7 +30,7 @@ _CHECK_BYTES = 16
 def _derived(store: Store, purpose: bytes) -> bytes | None:
     """Return bytes derived from the key of the last tier that has one; None if none has."""
     for tier in reversed(tiers_of(store)):
-        if (key := capability(tier, DerivesKeys)) is not None:
+        if (key := capability(tier, EncryptedStore)) is not None:
             return key.derive(purpose)
     return None
 

@@ -35,7 +35,8 @@ from kvrag.ingest.report import (
 from kvrag.ingest.storage import Storage
 from kvrag.recordformat import check_record
 from kvrag.regularfile import open_regular
-from kvrag.store.base import Flushes, Store, capability, content_of
+from kvrag.store.base import Store, capability, content_of
+from kvrag.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     import numpy as np
@@ -325,7 +326,7 @@ def copy_records(
         (target.replace if is_there else target.put)(key, content)
         num_records += 1
         size_bytes += len(content)
-    background = capability(target, Flushes)
+    background = capability(target, TieredStore)
     if background is not None:
         background.flush()
     return MoveReport(target.url, num_records, size_bytes, num_present, num_lost, 0)

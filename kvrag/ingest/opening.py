@@ -49,7 +49,7 @@ from kvrag.ingest.profiles import adapter_of, check_use, kept_in, read_writer
 from kvrag.ingest.settings import IndexSettings
 from kvrag.ingest.storage import Storage
 from kvrag.models.control import default_control_tokens
-from kvrag.store.base import ChecksWritable, Store, capability
+from kvrag.store.base import Store, capability
 from kvrag.store.file import FileStore, store_errors
 from kvrag.store.registry import open_store
 
@@ -282,8 +282,8 @@ def _make_storage(
             if settings.tenant_salt is None and (salt := secret_salt(opened)) is not None:
                 config = replace(config, tenant_salt=salt.hex())
             check_limit(opened, config)
-            if (checks := capability(opened, ChecksWritable)) is not None:
-                checks.check_writable()
+            if (folder_store := capability(opened, FileStore)) is not None:
+                folder_store.check_writable()
         with store_errors("make the folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
         with writer_lock(folder):

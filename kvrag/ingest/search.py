@@ -24,7 +24,8 @@ from kvrag.ingest.sentences import Turns, load_sentences
 from kvrag.ingest.storage import Storage
 from kvrag.loading.patience import Patience
 from kvrag.process import OfProcess
-from kvrag.store.base import pins_of, tier_of, tiers_of
+from kvrag.store.base import tier_of, tiers_of
+from kvrag.store.limited import limits_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -409,7 +410,7 @@ class Search(OfProcess):
             for chunk in catalog.chunks(chunk_ids)
             for one in chunk.encodings()
         }
-        pins = pins_of(self._storage.store)
+        pins = limits_of(self._storage.store)
         for one in pins:
             one.pin(keys)
         return len(keys) if pins else 0

@@ -19,7 +19,8 @@ import torch
 
 from kvrag.loading import LOAD_THREADS
 from kvrag.process import after_fork
-from kvrag.store.base import InFolder, Store, capability, is_in_memory, tiers_of
+from kvrag.store.base import Store, capability, is_in_memory, tiers_of
+from kvrag.store.file import FileStore
 
 LOADING, READING, KEEPING, ASIDE = "load", "read", "keep", "aside"
 _MOST = {LOADING: 256, READING: 4, KEEPING: 1, ASIDE: 64}
@@ -106,7 +107,7 @@ def suitable(store: Store, device: torch.device) -> int:
 def is_local(store: Store) -> bool:
     """Return whether all of a store is in this machine's memory or folders."""
     return all(
-        capability(tier, InFolder) is not None or is_in_memory(tier) for tier in tiers_of(store)
+        capability(tier, FileStore) is not None or is_in_memory(tier) for tier in tiers_of(store)
     )
 
 

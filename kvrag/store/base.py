@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
-from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
 from kvrag.store.metrics import (
@@ -47,26 +45,7 @@ class StoredRecord(Protocol):
         """Close the record. A record that is garbage-collected closes itself."""
 
 
-class Listing(Protocol):
-    """What a store holds; `sizes` alone tells it."""
-
-    @abstractmethod
-    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
-        """Iterate over all keys with the bytes of their records, in no particular order.
-
-        Records that are put or deleted meanwhile may or may not appear.
-        """
-
-    def keys(self) -> Iterator[ChunkKey]:
-        """Iterate over all keys, as `sizes` does."""
-        return (key for key, _ in self.sizes())
-
-    def size_bytes(self) -> int:
-        """Total size of all records, in bytes."""
-        return sum(size for _, size in self.sizes())
-
-
-class Store(Listing, Protocol):
+class Store(Protocol):
     """Records by key. Raises StoreError when the medium refuses an operation."""
 
     @property
@@ -100,6 +79,21 @@ class Store(Listing, Protocol):
     @abstractmethod
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record and return whether there was one."""
+
+    @abstractmethod
+    def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Iterate over all keys with the bytes of their records, in no particular order.
+
+        Records that are put or deleted meanwhile may or may not appear.
+        """
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """Iterate over all keys, as `sizes` does."""
+        return (key for key, _ in self.sizes())
+
+    def size_bytes(self) -> int:
+        """Total size of all records, in bytes."""
+        return sum(size for _, size in self.sizes())
 
     @abstractmethod
     def note_damage(self, key: ChunkKey) -> None:
@@ -289,120 +283,21 @@ def room_for(record: StoredRecord) -> bytearray:
         ) from error
 
 
-Capability = TypeVar("Capability")
+_Kind = TypeVar("_Kind")
 
 
-@runtime_checkable
-class Pins(Protocol):
-    """Keeps records that it would otherwise remove."""
-
-    def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Protect these records from removal until `unpin` is called as often."""
-
-    def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Undo one `pin` of these records."""
+class InMemory:
+    """Base of stores in this process: fast to write, and gone when the process ends."""
 
 
-@runtime_checkable
-class Limits(Protocol):
-    """Limits the total size of its records."""
+class HasTiers:
+    """Base of stores that consist of several, the fastest first."""
 
-    limit_bytes: int
-
-
-@runtime_checkable
-class Admits(Protocol):
-    """Decides which records of other tiers it copies."""
-
-    def admits(self, key: ChunkKey, size_bytes: int) -> bool:
-        """Return whether a copy of a record is worth the records it would push out."""
+    tiers: Sequence[Store]
 
 
-@runtime_checkable
-class HasTiers(Protocol):
-    """Consists of several stores, the fastest first."""
-
-    @property
-    def tiers(self) -> Sequence[Store]: ...
-
-
-@runtime_checkable
-class Flushes(Protocol):
-    """Writes in the background."""
-
-    def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until everything is written; return whether it is."""
-
-
-@runtime_checkable
-class DerivesKeys(Protocol):
-    """Holds a tenant's key."""
-
-    def derive(self, purpose: bytes) -> bytes:
-        """Return 32 bytes derived from the key, different for each purpose."""
-
-
-@runtime_checkable
-class ChecksWritable(Protocol):
-    """Checks whether it is writable, without writing."""
-
-    def check_writable(self) -> None:
-        """Raise StoreError if no record could be written."""
-
-
-@runtime_checkable
-class InFolder(Protocol):
-    """Keeps its records in a local folder, where other files can be kept beside them."""
-
-    @property
-    def path(self) -> Path: ...
-
-
-@runtime_checkable
-class InMemory(Protocol):
-    """Keeps its records in this process: fast to write, and gone when the process ends."""
-
-    @property
-    def is_in_memory(self) -> bool: ...
-
-
-_VALUES: dict[str, tuple[tuple[type, ...], str]] = {
-    "is_in_memory": ((bool,), "True or False"),
-    "limit_bytes": ((int,), "a number of bytes, as an int"),
-    "path": ((Path,), "a pathlib.Path"),
-    "tiers": ((list, tuple), "a list or tuple of stores"),
-}
-_METHODS = (*("admits", "check_writable", "derive", "flush"), *("pin", "unpin"))
-_KEY_BYTES = 32
-
-
-def wrong_capability(store: object) -> tuple[str, str, str] | None:
-    """Return an attribute that is named as a capability's but is not what the capability needs.
-
-    Returns
-    -------
-    tuple of str or None
-        The attribute's name, what is expected and what was found; None if all are right.
-    """
-    for name in (*_VALUES, *_METHODS):
-        if not hasattr(store, name):
-            continue
-        value = getattr(store, name)
-        kinds, expected = _VALUES.get(name, ((), "a method"))
-        is_right = isinstance(value, kinds) if kinds else callable(value)
-        if not is_right or (isinstance(value, bool) and bool not in kinds):  # a bool is an int
-            return name, expected, arguments.shown(value)
-    if isinstance(store, DerivesKeys):
-        key = store.derive(b"kvrag length check")
-        if not isinstance(key, bytes) or len(key) != _KEY_BYTES:
-            # The bytes themselves are secret.
-            found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            return "derive", f"a method that returns {_KEY_BYTES} bytes", found
-    return None
-
-
-def capability(store: Store, kind: type[Capability]) -> Capability | None:
-    """Return the outermost of a store and the stores it wraps that has a capability.
+def capability(store: Store, kind: type[_Kind]) -> _Kind | None:
+    """Return the outermost of a store and the stores it wraps that is of a class.
 
     This does not look into tiers: a capability of one tier need not be a capability of the whole.
     Ask each store of `tiers_of`.
@@ -410,7 +305,7 @@ def capability(store: Store, kind: type[Capability]) -> Capability | None:
     Parameters
     ----------
     kind
-        One of this module's protocols, or another that is ``runtime_checkable``.
+        `InMemory`, `HasTiers`, or the class of a store.
     """
     while not isinstance(store, kind):
         if not isinstance(store, StoreWrapper):
@@ -420,9 +315,8 @@ def capability(store: Store, kind: type[Capability]) -> Capability | None:
 
 
 def is_in_memory(store: Store) -> bool:
-    """Return whether a store says that its records end with this process."""
-    found = capability(store, InMemory)
-    return found is not None and found.is_in_memory
+    """Return whether a store's records end with this process."""
+    return capability(store, InMemory) is not None
 
 
 def tiers_of(store: Store) -> Sequence[Store]:
@@ -442,12 +336,3 @@ def tier_of(store: Store, key: ChunkKey) -> int:
             if tier.contains(key):
                 return number
     return len(tiers) - 1
-
-
-def pins_of(store: Store) -> list[Pins]:
-    """Return what can keep the records of a store: itself, or each of its tiers that can."""
-    own = capability(store, Pins)
-    if own is not None:
-        return [own]
-    found = [capability(tier, Pins) for tier in tiers_of(store)]
-    return [pins for pins in found if pins is not None]

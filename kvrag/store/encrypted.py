@@ -81,7 +81,7 @@ class EncryptedStore(StoreWrapper):
         self._aead = require("cryptography.hazmat.primitives.ciphers.aead", "encryption")
         self._hkdf = require("cryptography.hazmat.primitives.kdf.hkdf", "encryption")
         self._hashes = require("cryptography.hazmat.primitives.hashes", "encryption")
-        self._invalid_tag = require("cryptography.exceptions", "encryption").InvalidTag
+        self.invalid_tag = require("cryptography.exceptions", "encryption").InvalidTag
 
     @property
     def url(self) -> str:
@@ -91,10 +91,10 @@ class EncryptedStore(StoreWrapper):
             return url
         return f"{url}{'&' if '?' in url else '?'}key_file={self._key_file}"
 
-    def derive(self, purpose: bytes) -> bytes:
-        """Return 32 bytes derived from the tenant's key, different for each purpose."""
+    def derive(self, purpose: bytes, salt: bytes | None = None) -> bytes:
+        """Return 32 bytes derived from the tenant's key, different for each purpose and salt."""
         derived = self._hkdf.HKDF(
-            algorithm=self._hashes.SHA256(), length=KEY_BYTES, salt=None, info=purpose
+            algorithm=self._hashes.SHA256(), length=KEY_BYTES, salt=salt, info=purpose
         )
         return bytes(derived.derive(self._key))
 
@@ -132,17 +132,7 @@ class EncryptedStore(StoreWrapper):
 
     def cipher(self, salt: bytes) -> Any:
         """Return the cipher for the record with `salt`."""
-        derived = self._hkdf.HKDF(
-            algorithm=self._hashes.SHA256(), length=KEY_BYTES, salt=salt, info=b"kvrag record"
-        ).derive(self._key)
-        return self._aead.AESGCM(derived)
-
-    def decrypt(self, cipher: Any, number: int, frame: memoryview, context: bytes) -> bytes | None:
-        """Return a frame's plain bytes, or None if they are not the bytes written."""
-        try:
-            return bytes(cipher.decrypt(_nonce(number), frame, context))
-        except self._invalid_tag:
-            return None
+        return self._aead.AESGCM(self.derive(b"kvrag record", salt))
 
     def _encrypt(self, key: ChunkKey, record: bytes) -> bytes:
         salt = secrets.token_bytes(32)
@@ -193,9 +183,12 @@ class _EncryptedRecord:
         view = memoryview(kept)
         for number in range(first, last + 1):
             frame = view[(number - first) * step : (number - first + 1) * step]
-            content = self._store.decrypt(self._cipher, number, frame, self._context)
-            if content is None:
-                raise self._refuse("what this key has encrypted", "other bytes, or another key's")
+            try:
+                content = self._cipher.decrypt(_nonce(number), frame, self._context)
+            except self._store.invalid_tag:
+                raise self._refuse(
+                    "what this key has encrypted", "other bytes, or another key's"
+                ) from None
             start = number * FRAME_BYTES
             part = content[max(offset - start, 0) : end - start]
             at = max(start - offset, 0)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
-from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
+from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.regularfile import read_regular
 from kvrag.sqlitefile import connect, is_damage
 from kvrag.store.base import CountedStore, counted
@@ -56,34 +56,19 @@ _REMEDIES = {
 }
 
 
-def store_error(action: str, path: Path, error: OSError) -> StoreError:
-    """Return the StoreError for the system's refusal of an action on a path, with a remedy."""
-    remedy = _REMEDIES.get(error.errno or 0, "check that the folder exists and can be used")
-    return StoreError(f"cannot {action} {path}: {error.strerror or error}; {remedy}")
-
-
 @contextlib.contextmanager
 def store_errors(action: str, path: Path, *, may_lack: bool = False) -> Iterator[None]:
-    """Turn refusals of the system into StoreError; with `may_lack`, pass over a missing path."""
+    """Turn refusals of the system into StoreError with a remedy.
+
+    With `may_lack`, pass over a missing path.
+    """
     try:
         yield
     except OSError as error:
         if not (may_lack and error.errno in ABSENT):
-            raise store_error(action, path, error) from error
-
-
-def refusal_of(folder: Path, text: str) -> OSError:
-    """Return SQLite's message about a folder's file as a system error, as far as possible."""
-    code = errno.EIO
-    if "full" in text:
-        code = errno.ENOSPC
-    else:
-        with contextlib.suppress(OSError):
-            if os.statvfs(folder).f_flag & os.ST_RDONLY:
-                code = errno.EROFS
-            elif not os.access(folder, os.W_OK):
-                code = errno.EACCES
-    return OSError(code, text)
+            remedy = _REMEDIES.get(error.errno or 0, "check that the folder exists and can be used")
+            text = f"cannot {action} {path}: {error.strerror or error}; {remedy}"
+            raise StoreError(text) from error
 
 
 def check_writable(folder: Path) -> None:
@@ -94,18 +79,20 @@ def check_writable(folder: Path) -> None:
     nearest = folder
     while not nearest.exists():
         nearest = nearest.parent
-    code = 0
-    if not nearest.is_dir():
-        code = errno.ENOTDIR
-    elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
-        code = errno.EROFS
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        code = errno.EACCES
-    if code:
-        raise store_error("write to", folder, OSError(code, os.strerror(code)))
+    with store_errors("write to", folder):
+        if not nearest.is_dir():
+            raise _refusal(errno.ENOTDIR)
+        if os.statvfs(nearest).f_flag & os.ST_RDONLY:
+            raise _refusal(errno.EROFS)
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise _refusal(errno.EACCES)
 
 
-def entries(folder: Path) -> list[os.DirEntry[str]]:
+def _refusal(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
     """Return a folder's entries; none if it does not exist. Raises StoreError."""
     missing = contextlib.suppress(FileNotFoundError)
     with store_errors("list", folder), missing, os.scandir(folder) as found:
@@ -231,8 +218,13 @@ def unpack(store: FileStore) -> None:
         return
     check_writable(folder)
     logger.warning("%s: records of kvrag 0.2 get a file each, once; many take minutes", folder)
-    with _alone(folder):
-        if (mode := _kind(index)) is not None:  # no other process has done it meanwhile
+    with contextlib.ExitStack() as stack:
+        # No other process or thread unpacks the folder meanwhile.
+        with contextlib.suppress(OSError):  # a file system without locks
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if (mode := _kind(index)) is not None:  # no other process has done it
             _unpack_all(store, index, is_file=stat.S_ISREG(mode))
 
 
@@ -253,17 +245,6 @@ def _kind(index: Path) -> int | None:
     return None
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process or thread unpacks a folder, however long it takes."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a file system without locks
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-
-
 def _unpack_all(store: FileStore, index: Path, *, is_file: bool) -> None:
     is_damaged = False
     try:
@@ -278,21 +259,19 @@ def _unpack_all(store: FileStore, index: Path, *, is_file: bool) -> None:
             for (number,) in connection.execute(query).fetchall():
                 _unpack(store, connection, number)
     except (sqlite3.Error, OSError) as error:
-        if "locked" in str(error):
-            raise StoreUnreachableError(
-                f"cannot unpack {index}: another process has been writing for 30 seconds; try "
-                "again when it has finished"
-            ) from error
         if not is_damage(error):
-            refused = error if isinstance(error, OSError) else refusal_of(store.path, str(error))
-            raise store_error("unpack", index, refused) from error
+            busy = "another process has been writing for 30 seconds; try again when it has finished"
+            other = "free some space, or mend the folder's permissions"
+            raise StoreError(
+                f"cannot unpack {index}: {error}; {busy if 'locked' in str(error) else other}"
+            ) from error
+        is_damaged = True
         logger.warning(
             "%s is damaged (%s): the records that it named are computed again when they are "
             "needed, or by 'kvrag verify --repair'",
             index,
             error,
         )
-        is_damaged = True
         with store_errors("remove", index, may_lack=True):
             index.rename(index.with_name(f"{FILE_NAME}.damaged"))
     for end in ("", "-wal", "-shm", "-journal"):
@@ -536,9 +515,9 @@ class FileStore(CountedStore):
 
     def _files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files in the folders of records, each with its folder's name."""
-        for folder in entries(self.path):
+        for folder in _entries(self.path):
             if _FAN_OUT.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
-                for entry in entries(Path(folder.path)):
+                for entry in _entries(Path(folder.path)):
                     if entry.is_file(follow_symlinks=False):
                         yield folder.name, entry
 

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreError
-from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper
+from kvrag.store.base import (
+    RecordWrapper,
+    Store,
+    StoredRecord,
+    StoreWrapper,
+    capability,
+    tiers_of,
+)
 from kvrag.store.metrics import StoreCounts, StoreMetrics
 
 # Use counts are halved after this many uses for each record kept.
@@ -181,22 +188,6 @@ class LimitedStore(StoreWrapper):
     @contextmanager
     def _room_for(self, key: ChunkKey, size_bytes: int) -> Iterator[None]:
         """Reserve room for a record while it is written; other writers see the room as taken."""
-        size_before = self._make_room(key, size_bytes)
-        try:
-            yield
-        except BaseException:
-            self._forget(key)
-            if size_before is not None:
-                self._use(key, size_before)
-            raise
-        else:
-            # A reader that looked for the record before it was there made the list forget it.
-            self._use(key, size_bytes)
-        finally:
-            self.let_go(key)
-
-    def _make_room(self, key: ChunkKey, size_bytes: int) -> int | None:
-        """Note a record as present and open; return its previous size in bytes."""
         if size_bytes > self.limit_bytes:
             raise StoreError(
                 f"record {key} has {size_bytes} bytes, and {self.url} is limited to "
@@ -214,12 +205,28 @@ class LimitedStore(StoreWrapper):
                     "raise its limit"
                 )
             for victim in victims:
-                size = sizes[victim]
+                self._metrics.evicted(sizes[victim])
                 self.delete(victim)
-                self._metrics.evicted(size)
             self._use(key, size_bytes)
             self._open[key] += 1
-        return size_before
+        try:
+            yield
+        except BaseException:
+            self._forget(key)
+            if size_before is not None:
+                self._use(key, size_before)
+            raise
+        else:
+            # A reader that looked for the record before it was there made the list forget it.
+            self._use(key, size_bytes)
+        finally:
+            self.let_go(key)
+
+
+def limits_of(store: Store) -> list[LimitedStore]:
+    """Return those of a store's tiers that keep within a limit, to pin records in them."""
+    found = [capability(tier, LimitedStore) for tier in tiers_of(store)]
+    return [one for one in found if one is not None]
 
 
 class _HeldRecord(RecordWrapper):

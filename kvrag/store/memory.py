@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreError
-from kvrag.store.base import CountedStore, counted
+from kvrag.store.base import CountedStore, InMemory, counted
 from kvrag.store.metrics import StoreMetrics
 from kvrag.store.remote import HeadedRecord
 
@@ -31,22 +31,15 @@ class MemoryRecord(HeadedRecord):
         self._head = b""
 
 
-class MemoryStore(CountedStore):
+class MemoryStore(CountedStore, InMemory):
     """Records in a dictionary. They are gone when the process ends."""
 
     url = "memory:"
-    is_in_memory = True
 
     def __init__(self) -> None:
         self._records: dict[ChunkKey, bytes] = {}
         self._lock = threading.Lock()
         self.metrics = StoreMetrics("memory")
-
-    def put(self, key: ChunkKey, record: bytes) -> None:
-        """Keep a record; an existing record stays."""
-        with self._lock:
-            self._records.setdefault(key, bytes(record))
-        self.metrics.wrote(len(record))
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Keep a record in place of the existing one, if any."""

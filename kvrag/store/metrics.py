@@ -31,6 +31,14 @@ METRICS: MetricsOf = {
     "store_evictions": ("Records removed to keep within a limit.", _PLACE),
     "store_evicted_bytes": ("Bytes of records removed to keep within a limit.", _PLACE),
 }
+_COUNTED = {
+    "store_hits": "hits",
+    "store_read_bytes": "bytes_read",
+    "store_written_bytes": "bytes_written",
+    "store_seconds": "seconds",
+    "store_evictions": "evictions",
+    "store_evicted_bytes": "bytes_evicted",
+}
 
 
 @dataclass(frozen=True)
@@ -135,12 +143,8 @@ def labelled(counts: Sequence[StoreCounts]) -> Counts:
     found: Counts = {}
     for number, one in enumerate(counts):
         place: Labels = (("tier", str(number)), ("store", one.name))
-        found["store_hits", place] = one.hits
-        found["store_read_bytes", place] = one.bytes_read
-        found["store_written_bytes", place] = one.bytes_written
-        found["store_seconds", place] = one.seconds
-        found["store_evictions", place] = one.evictions
-        found["store_evicted_bytes", place] = one.bytes_evicted
+        for name, field in _COUNTED.items():
+            found[name, place] = getattr(one, field)
         for reason, count in sorted(one.misses.items()):
             found["store_misses", (*place, ("reason", reason))] = count
     return found

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from kvrag.arguments import shown
 from kvrag.chunk import ChunkKey
@@ -30,7 +30,6 @@ from kvrag.store.remote import (
     RemoteStore,
     file_path,
     seconds,
-    upload_seconds,
 )
 
 SCHEMES = ("s3", "gs", "az")
@@ -43,7 +42,8 @@ TOKEN_VARIABLE = "KVRAG_KV_TOKEN"
 DEFAULT_TIMEOUT_SECONDS = 5.0
 
 _MAX_RETRIES = 2
-_LEAST_UPLOAD_BYTES = 1 << 20
+# For each of these, an upload may take the timeout once more.
+_UPLOAD_BYTES = 1 << 20
 # The library reports a missing permission only in words, whatever the operation.
 _REFUSALS = ("403 Forbidden", "401 Unauthorized", "InvalidAccessKeyId", "redential")
 _MOST_TEXT = 300
@@ -210,12 +210,13 @@ class Bucket:
 
     def _client_for(self, num_bytes: int) -> Any:
         """Return a client that waits as long as an upload of that size may take."""
-        if num_bytes < _LEAST_UPLOAD_BYTES or self._scheme == "file":
+        if num_bytes < _UPLOAD_BYTES or self._scheme == "file":
             return self.client
         most_bytes = 1 << num_bytes.bit_length()  # few sizes, so few clients
         with self._lock:
             if most_bytes not in self._uploading:
-                seconds = upload_seconds(self._timeout_seconds, most_bytes)
+                # The answer follows the upload, so its time looks like a server's silence.
+                seconds = self._timeout_seconds * (1 + most_bytes / _UPLOAD_BYTES)
                 self._uploading[most_bytes] = self._make(seconds)
             return self._uploading[most_bytes]
 
@@ -278,7 +279,7 @@ def _connection(
         named = map(os.environ.get, _ENDPOINTS)
         endpoint = next(filter(None, named), None)
     if endpoint is not None:
-        _check_endpoint(endpoint)
+        _check_server(endpoint, "endpoint")
         name = "base_url" if scheme == "gs" else "endpoint"
         config[f"{_CONFIG[scheme]}{name}"] = endpoint
     if region is not None:
@@ -306,18 +307,19 @@ def _connection(
     }
 
 
-def _check_endpoint(endpoint: str) -> None:
-    """Raise ParameterError for an endpoint that is no server's URL; the library would panic."""
+def _check_server(url: str, noun: str) -> SplitResult:
+    """Return the parts of a server's URL. Raises ParameterError; the library would panic."""
     try:
-        parts = urlsplit(endpoint)
-        is_server = parts.scheme in ("http", "https") and bool(parts.hostname)
-        _ = parts.port  # Out of range, or no number: ValueError.
+        parts = urlsplit(url)
+        # As the name will be looked up; a port that is no number raises too.
+        _, host = parts.port, (parts.hostname or "").encode("idna")
+        if parts.scheme in WEB and host and all("!" <= letter <= "~" for letter in url):
+            return parts
     except ValueError:
-        is_server = False
-    if not is_server or not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
-        raise ParameterError(
-            f"endpoint is http://HOST:PORT or https://HOST:PORT; found {shown(endpoint)}"
-        )
+        pass
+    raise ParameterError(
+        f"{noun} is http://HOST:PORT or https://HOST:PORT in visible ASCII; found {shown(url)}"
+    )
 
 
 def _tag_of(meta: Mapping[str, Any]) -> str:
@@ -331,6 +333,8 @@ def _text_of(error: Exception) -> str:
 
 # The answer that opens a record brings this much: most records' header, or all of a small record.
 _HEAD_BYTES = 16 << 10
+# An empty object has no range.
+_RANGE_REFUSALS = ("416", "InvalidRange", "out of range", "Range started")
 # A read is broken off between two pieces.
 _PIECE_BYTES = 16 << 10
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{38})\.kv")
@@ -352,15 +356,31 @@ class ObjectRecord(HeadedRecord):
         self._is_cancelled = True
 
     def _fetch(self, first: int, buffer: memoryview) -> None:
-        num_read = self._store.read_range(
-            self._key, first, buffer, self._meta, is_over=lambda: self._is_cancelled
-        )
-        if self._is_cancelled:
-            raise StoreError(f"record {self._key}: reading it was broken off")
+        store, meta, num_read = self._store, self._meta, 0
+        options = {"range": (first, first + buffer.nbytes), **_unchanged_since(meta)}
+        try:
+            with store.bucket.errors("read"):
+                answer = store.bucket.obstore.get(
+                    store.bucket.client, _name_of(self._key), options=options
+                )
+                if answer.meta["e_tag"] != meta["e_tag"]:  # a server that ignores conditions
+                    raise AbsentError("another tag")
+                # The connection ends with the stream, which nothing holds after this function.
+                for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                    if self._is_cancelled:
+                        raise StoreError(f"record {self._key}: reading it was broken off")
+                    found = memoryview(piece)[: buffer.nbytes - num_read]
+                    buffer[num_read : num_read + found.nbytes] = found
+                    num_read += found.nbytes
+        except AbsentError as error:
+            raise StoreError(
+                f"cannot read record {self._key} in {store.url}: it was deleted or replaced since "
+                "it was opened; open it again"
+            ) from error
         if num_read != buffer.nbytes:
             raise RecordError(
-                f"record {self._key} in {self._store.url}: expected {buffer.nbytes} bytes from "
-                f"{first} on, found {num_read}; ingest its document again"
+                f"record {self._key} in {store.url}: expected {buffer.nbytes} bytes from {first} "
+                f"on, found {num_read}; ingest its document again"
             )
 
 
@@ -416,7 +436,7 @@ class ObjectStore(RemoteStore):
     def _start(self, bucket: Bucket, must_answer: bool) -> None:
         """Begin to use a bucket. Raises as the constructor does."""
         self.url = bucket.url
-        self._bucket = bucket
+        self.bucket = bucket
         self.metrics = StoreMetrics(bucket.url.partition(":")[0])
         try:
             self._greet()
@@ -425,39 +445,48 @@ class ObjectStore(RemoteStore):
                 raise
 
     def _greet(self) -> None:
-        self._bucket.check()
+        self.bucket.check()
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the existing one; further reads of that one are refused."""
-        self._bucket.put(_name_of(key), record)
+        self.bucket.put(_name_of(key), record)
         self.metrics.wrote(len(record))
 
     @counted
     def open(self, key: ChunkKey) -> ObjectRecord | None:
         """Open a record for reading, or return None if there is none. Raises StoreError."""
+        bucket, name = self.bucket, _name_of(key)
         try:
-            head, meta = self._get_head(key)
+            with bucket.errors("read"):
+                try:
+                    options = {"range": (0, _HEAD_BYTES)}
+                    answer = bucket.obstore.get(bucket.client, name, options=options)
+                    head, meta = answer.bytes().to_bytes(), answer.meta
+                except bucket.errors_of.BaseError as error:
+                    if not any(part in str(error) for part in _RANGE_REFUSALS):
+                        raise
+                    head, meta = b"", bucket.obstore.head(bucket.client, name)
         except AbsentError:
             return None
         return ObjectRecord(self, key, head, meta)
 
     def contains(self, key: ChunkKey) -> bool:
         """Say whether there is a record of `key`."""
-        return self._bucket.tag(_name_of(key)) is not None
+        return self.bucket.tag(_name_of(key)) is not None
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record and return whether there was one. Further reads of it are refused."""
         is_there = self.contains(key)
         if is_there:
-            self._bucket.delete(_name_of(key))
+            self.bucket.delete(_name_of(key))
         return is_there
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and the bytes of their records, in no particular order."""
-        with self._bucket.errors("list"):
-            pages = iter(self._bucket.obstore.list(self._bucket.client))
+        with self.bucket.errors("list"):
+            pages = iter(self.bucket.obstore.list(self.bucket.client))
         while True:
-            with self._bucket.errors("list"):
+            with self.bucket.errors("list"):
                 page = next(pages, None)
             if page is None:
                 return
@@ -469,66 +498,6 @@ class ObjectStore(RemoteStore):
     def close(self) -> None:
         """Do nothing: the library owns the connections."""
 
-    def read_range(
-        self,
-        key: ChunkKey,
-        first: int,
-        buffer: memoryview,
-        meta: Mapping[str, Any],
-        is_over: Callable[[], bool],
-    ) -> int:
-        """Fill `buffer` piece by piece until `is_over`; return how many bytes came.
-
-        Parameters
-        ----------
-        key, first
-            The record, and the first byte to read.
-        meta
-            What the server said of the object when it was opened: another one is refused.
-
-        Raises
-        ------
-        StoreError
-            When the object cannot be read, or is not the one that was opened.
-        """
-        num_read = 0
-        options = {"range": (first, first + buffer.nbytes), **_unchanged_since(meta)}
-        try:
-            with self._bucket.errors("read"):
-                answer = self._bucket.obstore.get(
-                    self._bucket.client, _name_of(key), options=options
-                )
-                if answer.meta["e_tag"] != meta["e_tag"]:  # a server that ignores conditions
-                    raise AbsentError("another tag")
-                # The connection ends with the stream, which nothing holds after this function.
-                for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
-                    if is_over():
-                        break
-                    found = memoryview(piece)[: buffer.nbytes - num_read]
-                    buffer[num_read : num_read + found.nbytes] = found
-                    num_read += found.nbytes
-        except AbsentError as error:
-            raise StoreError(
-                f"cannot read record {key} in {self.url}: it was deleted or replaced since it was "
-                "opened; open it again"
-            ) from error
-        return num_read
-
-    # -- private -----------------------------------------------------------------------------
-
-    def _get_head(self, key: ChunkKey) -> tuple[bytes, Mapping[str, Any]]:
-        """Return an object's first bytes and what the server says about it."""
-        with self._bucket.errors("read"):
-            name, client = _name_of(key), self._bucket.client
-            try:
-                answer = self._bucket.obstore.get(client, name, options={"range": (0, _HEAD_BYTES)})
-                return answer.bytes().to_bytes(), answer.meta
-            except self._bucket.errors_of.BaseError as error:
-                # An empty object has no range.
-                if not _is_range_refused(error):
-                    raise
-                return b"", self._bucket.obstore.head(client, name)
-
 
 def _unchanged_since(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the condition that an object is the one that `meta` describes."""
@@ -537,11 +506,6 @@ def _unchanged_since(meta: Mapping[str, Any]) -> dict[str, Any]:
     if tag and not tag.startswith("W/"):
         return {"if_match": tag}
     return {"if_unmodified_since": meta["last_modified"]}
-
-
-def _is_range_refused(error: Exception) -> bool:
-    text = str(error)
-    return any(part in text for part in ("416", "InvalidRange", "out of range", "Range started"))
 
 
 def _name_of(key: ChunkKey) -> str:
@@ -600,12 +564,18 @@ class HttpStore(ObjectStore):
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         must_answer: bool = True,
     ) -> None:
-        scheme = _checked_scheme(url)
-        client: dict[str, Any] = {"allow_http": scheme == "http"}
+        parts = _check_server(url, "a server")
+        if parts.query or parts.fragment or "@" in parts.netloc:
+            raise ParameterError(
+                f"{parts.scheme}://{parts.hostname}: a server is http://HOST:PORT/PATH and nothing "
+                f"else, as a URL is seen by others: put the token in {TOKEN_VARIABLE}, or in a "
+                "file: ?token_file=PATH"
+            )
+        client: dict[str, Any] = {"allow_http": parts.scheme == "http"}
         if token := _token(token_file):
             client["default_headers"] = {"Authorization": f"Bearer {token}"}
         if ca is not None:
-            if scheme == "http":
+            if parts.scheme == "http":
                 raise ParameterError(f"{url}: 'ca' is of https:// only: http:// is not encrypted")
             client["root_certificate"] = _certificates(ca)
         self._start(Bucket(url, timeout_seconds=timeout_seconds, client=client), must_answer)
@@ -628,8 +598,8 @@ class HttpStore(ObjectStore):
 
     def _greet(self) -> None:
         answer = b""
-        with contextlib.suppress(AbsentError), self._bucket.errors("open"):
-            found = self._bucket.obstore.get(self._bucket.client, _ABOUT)
+        with contextlib.suppress(AbsentError), self.bucket.errors("open"):
+            found = self.bucket.obstore.get(self.bucket.client, _ABOUT)
             answer = next(iter(found.stream(min_chunk_size=1)), b"")
         if bytes(answer).startswith(_ABOUT_KVRAG):
             raise StoreError(
@@ -642,28 +612,6 @@ class HttpStore(ObjectStore):
             f"cannot {action} in {self.url}: a web server is only read; name the folder or bucket "
             "that it serves"
         )
-
-
-def _checked_scheme(url: str) -> str:
-    """Return a URL's scheme. Raises ParameterError."""
-    try:
-        parts = urlsplit(url)
-        # As the name will be looked up; a port that is no number raises too.
-        _, host = parts.port, (parts.hostname or "").encode("idna")
-    except ValueError as error:
-        raise ParameterError(f"{shown(url)} is no URL: {error}") from error
-    if not all("!" <= character <= "~" for character in parts.path):
-        raise ParameterError(f"{shown(url)} is no URL: its path holds more than visible ASCII")
-    if parts.scheme not in WEB or not host or parts.query or parts.fragment:
-        raise ParameterError(
-            f"a server is http://HOST:PORT or https://HOST:PORT; found {shown(url)}"
-        )
-    if parts.username is not None or parts.password is not None:
-        raise ParameterError(
-            f"{parts.scheme}://{parts.hostname}: a URL is seen by others: put the token in "
-            f"{TOKEN_VARIABLE}, or in a file: ?token_file=PATH"
-        )
-    return parts.scheme
 
 
 def _certificates(path: str) -> bytes:
@@ -685,14 +633,11 @@ def _token(path: str | None) -> str:
         When the file cannot be read or other users may read it, or when the token is empty or holds
         characters other than visible ASCII.
     """
-    if path is not None:
-        return _checked_token(read_secret(path, "token"), path)
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    return _checked_token(token, TOKEN_VARIABLE) if token else ""
-
-
-def _checked_token(token: str, where: str) -> str:
-    if not token or not all("!" <= character <= "~" for character in token):
+    if path is None:
+        token, where = os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE
+    else:
+        token, where = read_secret(path, "token"), path
+    if not all("!" <= letter <= "~" for letter in token) or (path and not token):
         raise ParameterError(
             f"{where}: a token is one line of visible ASCII characters; make one with "
             "'openssl rand -hex 32'"

@@ -54,42 +54,44 @@ _LIST = struct.Struct("<4s16sQI")
 _END = struct.Struct("<Q")
 
 # At most 65,536 pieces are accepted: a foreign value must not keep Redis busy.
-# KEYS: list, then its pieces. ARGV: list, 1 to replace another record, grace in seconds.
-# The same list again means that the call is repeated: its answer was lost on the way.
-_COMMIT = """
-local function forget(list)
-  if not list or string.sub(list, 1, 4) ~= 'kvr1' or #list < 32 then return end
+_FORGET = """
+local function forget(list, seconds)
+  if string.sub(list, 1, 4) ~= 'kvr1' or #list < 32 then return end
   local count = math.min(struct.unpack('<I4', list, 29), 65536)
   for i = 1, count - 1 do
-    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, ARGV[3])
+    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, seconds)
   end
 end
 local old = redis.call('GETRANGE', KEYS[1], 0, 31)
-if old == string.sub(ARGV[1], 1, 32) then return 1 end
-if old ~= '' and ARGV[2] == '0' then
-  for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
-  return 0
-end
+"""
+# KEYS: list, then its pieces. ARGV: grace in seconds, list.
+# The same list again means that the call is repeated: its answer was lost on the way.
+_COMMIT = f"""{_FORGET}
+if old == string.sub(ARGV[2], 1, 32) then return 1 end
 for i = 2, #KEYS do
   if redis.call('PERSIST', KEYS[i]) == 0 then return -1 end
 end
-redis.call('SET', KEYS[1], ARGV[1])
-forget(old)
+redis.call('SET', KEYS[1], ARGV[2])
+forget(old, ARGV[1])
 return 1
 """
 # KEYS: list. ARGV: grace in seconds.
-_DELETE = """
-local list = redis.call('GETRANGE', KEYS[1], 0, 31)
-if list == '' then return 0 end
-redis.call('DEL', KEYS[1])
-if string.sub(list, 1, 4) == 'kvr1' and #list == 32 then
-  local count = math.min(struct.unpack('<I4', list, 29), 65536)
-  for i = 1, count - 1 do
-    redis.call('EXPIRE', KEYS[1] .. ':' .. string.sub(list, 5, 20) .. ':' .. i, ARGV[1])
-  end
-end
-return 1
+_DELETE = f"""{_FORGET}
+forget(old, ARGV[1])
+return redis.call('DEL', KEYS[1])
 """
+# What Redis says, and what to do.
+_REMEDIES = (
+    (("NOAUTH", "WRONGPASS"), f"Redis asks for a password: {_LOG_IN}"),
+    (("OOM", "maxmemory"), "its memory is full: raise its maxmemory, or set limit= of this tier"),
+    (("READONLY",), "it is a replica: give the URL of the primary"),
+    (("DB index",), "give the number of a database that it has"),
+    (
+        ("MOVED ", "ASK ", "CROSSSLOT", "CLUSTERDOWN"),
+        "it is a node of a cluster: give the URL of a proxy that speaks for all",
+    ),
+    (("",), "see the log of Redis"),
+)
 
 
 class RedisRecord(HeadedRecord):
@@ -225,17 +227,34 @@ class RedisStore(RemoteStore):
         # In braces, so that a cluster keeps the pieces with the list, as the scripts require.
         return f"{self._prefix}:{{{key}}}"
 
-    def put(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record; an existing record stays.
+    def replace(self, key: ChunkKey, record: bytes) -> None:
+        """Write a record in place of the existing one; readers of that one can finish reading.
 
         Durable as far as Redis is (``appendonly``). Raises StoreError when Redis refuses.
         """
-        if not self.contains(key):
-            self._write(key, record, is_replacing=False)
-
-    def replace(self, key: ChunkKey, record: bytes) -> None:
-        """Write a record in place of the existing one; readers of that one can finish reading."""
-        self._write(key, record, is_replacing=True)
+        name = self.name_of(key)
+        generation = secrets.token_hex(8)
+        ends = _split_record(record)
+        pieces = [f"{name}:{generation}:{number}" for number in range(1, len(ends))]
+        head = _LIST.pack(_MAGIC, generation.encode(), len(record), len(ends))
+        content = b"".join([head, *map(_END.pack, ends), record[: ends[0]]])
+        view = memoryview(record)
+        with self._errors("write"):
+            pipeline = self._client.pipeline(transaction=False)
+            waiting = 0
+            for piece, (begin, end) in zip(pieces, pairwise(ends), strict=True):
+                pipeline.set(piece, view[begin:end], ex=_UPLOAD_SECONDS)
+                waiting += end - begin
+                if waiting >= _MOST_WAITING_BYTES or end == len(record):
+                    pipeline.execute()
+                    waiting = 0
+            done = self._commit(keys=[name, *pieces], args=[GRACE_SECONDS, content])
+        if done == -1:
+            raise StoreError(
+                f"cannot write to {self.url}: Redis removed a part of record {key} at once; raise "
+                "its maxmemory, or store smaller records (a codec)"
+            )
+        self.metrics.wrote(len(record))
 
     @counted
     def open(self, key: ChunkKey) -> RedisRecord | None:
@@ -296,42 +315,6 @@ class RedisStore(RemoteStore):
 
     # -- private -----------------------------------------------------------------------------
 
-    def _write(self, key: ChunkKey, record: bytes, *, is_replacing: bool) -> None:
-        name = self.name_of(key)
-        generation = secrets.token_hex(8)
-        ends = _split_record(record)
-        numbers = range(1, len(ends))
-        pieces = [f"{name}:{generation}:{number}" for number in numbers]
-        content = b"".join(
-            [
-                _LIST.pack(_MAGIC, generation.encode(), len(record), len(ends)),
-                *map(_END.pack, ends),
-                record[: ends[0]],
-            ]
-        )
-        view = memoryview(record)
-        with self._errors("write"):
-            pipeline = self._client.pipeline(transaction=False)
-            waiting = 0
-            for number, piece in zip(numbers, pieces, strict=True):
-                part = view[ends[number - 1] : ends[number]]
-                pipeline.set(piece, part, ex=_UPLOAD_SECONDS)
-                waiting += part.nbytes
-                if waiting >= _MOST_WAITING_BYTES:
-                    pipeline.execute()
-                    waiting = 0
-            if waiting:
-                pipeline.execute()
-            done = self._commit(
-                keys=[name, *pieces], args=[content, int(is_replacing), GRACE_SECONDS]
-            )
-        if done == -1:
-            raise StoreError(
-                f"cannot write to {self.url}: Redis removed a part of record {key} at once; raise "
-                "its maxmemory, or store smaller records (a codec)"
-            )
-        self.metrics.wrote(len(record))
-
     def _key_of(self, name: bytes) -> ChunkKey | None:
         digest = name.decode(errors="replace").removeprefix(f"{self._prefix}:{{").removesuffix("}")
         try:
@@ -361,18 +344,9 @@ class RedisStore(RemoteStore):
                     f"{self.url}: another program keeps something under a name that begins with "
                     f"{shown(self._prefix)} ({text}); choose another prefix"
                 ) from error
-            if "NOAUTH" in text or "WRONGPASS" in text:
-                remedy = f"Redis asks for a password: {_LOG_IN}"
-            elif "OOM" in text or "maxmemory" in text:
-                remedy = "its memory is full: raise its maxmemory, or set limit= of this tier"
-            elif "READONLY" in text:
-                remedy = "it is a replica: give the URL of the primary"
-            elif "DB index" in text:
-                remedy = "give the number of a database that it has"
-            elif text.startswith(("MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN")):
-                remedy = "it is a node of a cluster: give the URL of a proxy that speaks for all"
-            else:
-                remedy = "see the log of Redis"
+            remedy = next(
+                remedy for marks, remedy in _REMEDIES if any(mark in text for mark in marks)
+            )
             raise StoreError(f"{where}: {text}; {remedy}") from error
         except KVRagError:
             raise
@@ -386,10 +360,9 @@ class RedisStore(RemoteStore):
 
 def _without_password(url: str) -> str:
     parts = urlsplit(url)
-    user = f"{unquote(parts.username)}@" if parts.username else ""
-    place = f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}"
-    query = f"?{parts.query}" if parts.query else ""
-    return f"{parts.scheme}://{user}{place}{parts.path}{query}"
+    user, _, place = parts.netloc.rpartition("@")
+    name = unquote(user.partition(":")[0])
+    return parts._replace(netloc=f"{name}@{place}" if name else place).geturl()
 
 
 def _split_record(record: bytes) -> list[int]:

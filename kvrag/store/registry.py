@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote_plus
 from kvrag import arguments
 from kvrag.errors import ParameterError
 from kvrag.plugins import Table, require_subclass
-from kvrag.store.base import InFolder, Store, capability, is_in_memory, wrong_capability
+from kvrag.store.base import Store, capability, is_in_memory
 from kvrag.store.encrypted import EncryptedStore, read_key
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
@@ -77,29 +77,35 @@ def open_store(url: str, *, must_answer: bool = True) -> Store:
     if scheme == "tiered":
         return _open_tiers(rest.split("|"), must_answer)
     place, _, query = url.partition("?")
-    if scheme == "memory":
-        return _wrap(MemoryStore(), parse_options(url, {})[1])
-    if scheme == "file":
-        _, common = parse_options(url, {})
-        folder = _folder_of(place).absolute()
-        if "?" in str(folder):  # its URL could not be opened again
-            raise ParameterError(
-                f"{folder}: '?' begins the options of a URL, so no URL can name this folder; use "
-                "another one"
-            )
-        return _wrap(FileStore(folder), common)
-    kind = store_class(scheme)
-    own, common = parse_options(url, kind.options)
+    is_local = scheme in ("file", "memory")
+    kind = None if is_local else store_class(scheme)
+    own, common = parse_options(url, {} if kind is None else kind.options)
+    store: Store
+    if kind is not None:
+        store = _open_remote(kind, place, query, must_answer, own)
+    elif scheme == "memory":
+        store = MemoryStore()
+    else:
+        store = FileStore(_folder_of(place))
+    if "key_file" in common:
+        store = EncryptedStore(store, read_key(common["key_file"]), common["key_file"])
+    if "limit" in common:
+        store = LimitedStore(store, common["limit"])
+    return store
+
+
+def _open_remote(
+    kind: type[RemoteStore], place: str, query: str, must_answer: bool, options: dict[str, Any]
+) -> GuardedStore:
     # The wrappers write the options that all stores have into the URL.
     said = [
         one for one in query.split("&") if unquote_plus(one.partition("=")[0]) not in COMMON_OPTIONS
     ]
     try:
-        opened = kind(place, must_answer=must_answer, **own)
+        opened = kind(place, must_answer=must_answer, **options)
     except OSError as error:
         raise unreachable(without_password(place), error) from error
-    _check_capabilities(scheme, opened)
-    return _wrap(GuardedStore(opened, "&".join(said)), common)
+    return GuardedStore(opened, "&".join(said))
 
 
 def store_class(scheme: str) -> type[RemoteStore]:
@@ -113,21 +119,6 @@ def store_class(scheme: str) -> type[RemoteStore]:
     found = REMOTE[scheme]
     require_subclass(REMOTE, scheme, found, RemoteStore)
     return found
-
-
-def _check_capabilities(scheme: str, store: RemoteStore) -> None:
-    """Close a store and raise ParameterError if a reserved attribute is not what it should be."""
-    wrong = wrong_capability(store)
-    if wrong is not None:
-        store.close()
-        name, expected, found = wrong
-        kind = type(store)
-        REMOTE.refuse(
-            scheme,
-            f"{name} of {kind.__module__}.{kind.__qualname__} to be {expected} (the name is "
-            "reserved for that)",
-            found,
-        )
 
 
 def check_kind(url: str) -> None:
@@ -145,19 +136,25 @@ def check_kind(url: str) -> None:
         is_known = bool(colon)
     else:
         is_known = rest.startswith("//") and scheme in REMOTE
-    if not is_known and scheme == "mooncake":
-        raise ParameterError(
-            "mooncake:// is opened by a separate distribution now: install examples/mooncake of "
-            "kvrag's repository"
-        )
     if not is_known:
-        raise ParameterError(f"{_EXPECTED}; found {arguments.shown(without_password(url))}")
+        hint = "; mooncake:// is a distribution of its own, in examples/mooncake of the repository"
+        raise ParameterError(
+            f"{_EXPECTED}; found {arguments.shown(without_password(url))}"
+            f"{hint if scheme == 'mooncake' else ''}"
+        )
 
 
 def _folder_of(place: str) -> Path:
     """Return the folder in ``file:PATH`` or ``file:///PATH``. Raises ParameterError."""
     path = place.partition(":")[2]
-    return arguments.path("/" + path.lstrip("/") if path.startswith("///") else path, "file:")
+    path = "/" + path.lstrip("/") if path.startswith("///") else path
+    folder = arguments.path(path, "file:").absolute()
+    if "?" in str(folder):  # its URL could not be opened again
+        raise ParameterError(
+            f"{folder}: '?' begins the options of a URL, so no URL can name this folder; use "
+            "another one"
+        )
+    return folder
 
 
 def _open_tiers(urls: list[str], must_answer: bool) -> Store:
@@ -173,7 +170,7 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
         for url in urls:
             tiers.append(open_store(url, must_answer=must_answer))
             _require_another(tiers)
-        disk = capability(tiers[-2], InFolder)
+        disk = capability(tiers[-2], FileStore)
         return TieredStore(tiers, outbox_folder=None if disk is None else disk.path)
     except BaseException:
         for tier in tiers:
@@ -187,15 +184,6 @@ def _require_another(tiers: list[Store]) -> None:
     place = last.url.partition("?")[0]
     if not is_in_memory(last) and place in [other.url.partition("?")[0] for other in others]:
         raise ParameterError(f"{place} is two of the tiers: name each store once")
-
-
-def _wrap(store: Store, options: dict[str, Any]) -> Store:
-    """Wrap a store as its common options ask."""
-    if "key_file" in options:
-        store = EncryptedStore(store, read_key(options["key_file"]), options["key_file"])
-    if "limit" in options:
-        store = LimitedStore(store, options["limit"])
-    return store
 
 
 def parse_options(

@@ -19,17 +19,6 @@ Options = Mapping[str, tuple[str, Callable[[str], Any]]]
 """Maps an option's name in a URL to an argument's name and a parser (which raises ValueError)."""
 
 
-_BYTES_PER_TIMEOUT = 1 << 20
-
-
-def upload_seconds(timeout_seconds: float, num_bytes: int) -> float:
-    """Return how long an upload may take: the timeout, and once more for each MiB.
-
-    The answer follows the upload, so its time looks like a server's silence.
-    """
-    return timeout_seconds * (1 + num_bytes / _BYTES_PER_TIMEOUT)
-
-
 class RemoteStore(CountedStore):
     """A store that `kvrag.store.registry.open_store` opens by its scheme, with a circuit breaker.
 
@@ -38,10 +27,6 @@ class RemoteStore(CountedStore):
     of the group ``kvrag.stores``. It must raise StoreUnreachableError when the other side does not
     answer (kvrag turns an OSError into one), and other StoreErrors for failures that do not pass by
     themselves.
-
-    `kvrag.store.base` reserves these names, and `open_store` refuses other uses of them:
-    ``admits``, ``check_writable``, ``derive``, ``flush``, ``is_in_memory``, ``limit_bytes``,
-    ``path``, ``pin``, ``tiers``, ``unpin``.
 
     Parameters
     ----------

@@ -14,9 +14,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
@@ -24,6 +24,7 @@ from kvrag.recordformat import check_record
 from kvrag.sqlitefile import open_connection
 from kvrag.store import base as b
 from kvrag.store.file import make_folder
+from kvrag.store.limited import LimitedStore
 from kvrag.store.metrics import StoreCounts
 
 # -- uploading -----------------------------------------------------------------------------------
@@ -39,6 +40,13 @@ CREATE TABLE IF NOT EXISTS pending (
 )
 """
 
+_FIND = "SELECT 1 FROM pending WHERE key = ?"
+# Once more for a listed record: an upload under way has the number of the entry before.
+_ADD = """
+INSERT OR REPLACE INTO pending (key, replaces, listed)
+VALUES (?1, MAX(?2, COALESCE((SELECT replaces FROM pending WHERE key = ?1), 0)), ?3)
+"""
+
 _FIRST_RETRY_SECONDS = 0.5
 _LONGEST_RETRY_SECONDS = 30.0
 # Age after which a listed record that is not on disk is given up.
@@ -49,21 +57,8 @@ Check = Callable[[ChunkKey, bytes], None]
 """Raises RecordError unless the bytes are a key's whole record."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A record to be uploaded.
-
-    Attributes
-    ----------
-    number
-        Rises from entry to entry.
-    key
-        The record's key.
-    replaces
-        Whether the record replaces another one.
-    age_seconds
-        Time since it was listed.
-    """
+class _Entry(NamedTuple):
+    """A record to be uploaded; its number rises from entry to entry."""
 
     number: int
     key: ChunkKey
@@ -89,7 +84,7 @@ class _Outbox:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._path = folder / FILE_NAME
-        self._rows("SELECT COUNT(*) FROM pending")
+        self.entries()  # a list that cannot be used is refused now
 
     def add(self, key: ChunkKey, *, replaces: bool) -> bool:
         """Note durably that a record is to be uploaded; return whether it was not listed yet.
@@ -102,16 +97,9 @@ class _Outbox:
             Whether the record replaces another one.
         """
         with self._using() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            row = connection.execute(
-                "DELETE FROM pending WHERE key = ? RETURNING replaces", (key.digest,)
-            ).fetchone()
-            connection.execute(
-                "INSERT INTO pending (key, replaces, listed) VALUES (?, ?, ?)",
-                (key.digest, int(replaces or (row is not None and row[0])), time.time()),
-            )
-            connection.execute("COMMIT")
-        return row is None
+            is_listed = connection.execute(_FIND, [key.digest]).fetchone() is not None
+            connection.execute(_ADD, [key.digest, int(replaces), time.time()])
+        return not is_listed
 
     def remove(self, key: ChunkKey, number: int | None = None) -> bool:
         """Forget a record that has been uploaded or deleted; return whether it was listed.
@@ -128,23 +116,16 @@ class _Outbox:
 
     def contains(self, key: ChunkKey) -> bool:
         """Return whether a record is listed."""
-        return bool(self._rows("SELECT 1 FROM pending WHERE key = ?", key.digest))
+        return bool(self._rows(_FIND, key.digest))
 
-    def after(self, number: int) -> _Entry | None:
-        """Return the oldest entry with a higher number, if there is one."""
-        rows = self._rows(
-            "SELECT number, key, replaces, listed FROM pending WHERE number > ? "
-            "ORDER BY number LIMIT 1",
-            number,
-        )
-        for found, digest, replaces, listed in rows:
-            return _Entry(found, ChunkKey(digest), bool(replaces), time.time() - listed)
-        return None
-
-    def keys(self) -> list[ChunkKey]:
-        """Return all keys."""
-        rows = self._rows("SELECT key FROM pending ORDER BY number")
-        return [ChunkKey(digest) for (digest,) in rows]
+    def entries(self) -> list[_Entry]:
+        """Return all entries."""
+        rows = self._rows("SELECT number, key, replaces, listed FROM pending ORDER BY number")
+        now = time.time()
+        return [
+            _Entry(number, ChunkKey(digest), bool(replaces), now - listed)
+            for number, digest, replaces, listed in rows
+        ]
 
     def close(self) -> None:
         """Close the file."""
@@ -178,8 +159,6 @@ class _Outbox:
                     self._connection = connection
                 yield self._connection
             except (sqlite3.Error, OSError) as error:
-                if self._connection is not None and self._connection.in_transaction:
-                    self._connection.rollback()
                 raise StoreError(
                     f"cannot use {self._path}: {error}; free some space or mend the folder's "
                     "permissions; delete the file if it is damaged, then 'kvrag verify --repair'"
@@ -207,7 +186,7 @@ class Uploader:
     def __init__(self, disk: b.Store, home: b.Store, folder: Path, check: Check) -> None:
         self._disk = disk
         self._home = home
-        self._pins = b.capability(disk, b.Pins)
+        self._pins = b.capability(disk, LimitedStore)
         self._check = check
         self._outbox = _Outbox(folder)
         self._wake = threading.Condition()
@@ -218,7 +197,7 @@ class Uploader:
         self._uploading: ChunkKey | None = None
         self._is_deleted = False  # the one that is being uploaded
         # A record that has not been uploaded is nowhere but on disk.
-        self._pin(*self._outbox.keys())
+        self._pin(*(entry.key for entry in self._outbox.entries()))
         self._thread = threading.Thread(target=self._run, name="kvrag-upload", daemon=True)
         self._thread.start()
 
@@ -285,29 +264,22 @@ class Uploader:
 
     def _run(self) -> None:
         pause = _FIRST_RETRY_SECONDS
-        number = version = num_refused = 0
         while True:
             with self._wake:
                 if self._is_closing:
                     return
-                if version != self._version:
-                    # Something was written: look again at all entries, also those skipped before.
-                    number, version, num_refused = 0, self._version, 0
+                version = self._version
             try:
-                entry = self._outbox.after(number)
-                if entry is not None:
-                    num_refused += not self._is_done_with(entry)
-                    number = entry.number
-                    continue
+                done = [self._is_done_with(entry) for entry in self._outbox.entries()]
+                has_failed = not all(done)
             except StoreError:
                 has_failed = True
-            else:
-                has_failed = num_refused > 0
-                number = num_refused = 0
             with self._wake:
+                if version != self._version:
+                    continue  # something was written: look again at all entries
                 self._has_failed, self._is_idle = has_failed, not has_failed
                 self._wake.notify_all()
-                if version == self._version and not self._is_closing:
+                if not self._is_closing:
                     self._wake.wait(pause if has_failed else None)
             pause = min(2 * pause, _LONGEST_RETRY_SECONDS) if has_failed else _FIRST_RETRY_SECONDS
 
@@ -368,9 +340,6 @@ def write_to(store: b.Store, key: ChunkKey, record: bytes, is_replacing: bool) -
         store.put(key, record)
 
 
-# One fetch of a record, shared by all readers that want it at the same time.
-
-
 # -- tiers ---------------------------------------------------------------------------------------
 
 # The least read at once: a request costs as much as some hundred kilobytes.
@@ -410,7 +379,9 @@ class Fetch:
         self._states = bytearray(num_granules)
         self._changed = threading.Condition()
         self._num_left = num_granules
-        self._num_readers = 0
+
+    def __del__(self) -> None:
+        self._source.close()
 
     @property
     def size_bytes(self) -> int:
@@ -425,20 +396,6 @@ class Fetch:
         while (run := self._claim(granules)) is not None:
             self._bring(run)
         buffer[:] = memoryview(self._content)[offset:end]
-
-    def join(self) -> None:
-        """Add a reader."""
-        with self._changed:
-            self._num_readers += 1
-
-    def leave(self) -> bool:
-        """Remove a reader; the last one closes the record. Return whether this was the last."""
-        with self._changed:
-            self._num_readers -= 1
-            is_last = not self._num_readers
-        if is_last:
-            self._source.close()
-        return is_last
 
     def _claim(self, granules: range) -> range | None:
         """Claim the next run of missing granules for this thread; None when all are here."""
@@ -475,11 +432,10 @@ class Fetch:
 
 
 class FetchReader:
-    """One reader of a `Fetch`."""
+    """One reader of a `Fetch`, which ends with the last of them."""
 
-    def __init__(self, fetch: Fetch, on_close: Callable[[Fetch], None]) -> None:
+    def __init__(self, fetch: Fetch) -> None:
         self._fetch: Fetch | None = fetch
-        self._on_close = on_close
         self._size_bytes = fetch.size_bytes
 
     @property
@@ -496,28 +452,18 @@ class FetchReader:
 
     def close(self) -> None:
         """Leave the fetch."""
-        fetch, self._fetch = self._fetch, None
-        if fetch is not None:
-            self._on_close(fetch)
-
-    def __del__(self) -> None:
-        self.close()
+        self._fetch = None
 
 
 # Copies wait in memory for the disk tier: a few, and none if the tier cannot keep up.
 _MAX_COPIES_WAITING = 8
 
 
-@dataclass(frozen=True, eq=False)
-class _Copy:
-    """A record on its way to slower tiers."""
-
-    key: ChunkKey
-    content: bytes
-    tiers: Sequence[b.Store]
+_Copy = tuple[ChunkKey, bytes, Sequence[b.Store]]
+"""A record on its way to slower tiers."""
 
 
-class TieredStore(b.Store):
+class TieredStore(b.Store, b.HasTiers):
     """Several stores as one.
 
     Parameters
@@ -555,10 +501,10 @@ class TieredStore(b.Store):
         self.tiers = tuple(tiers)
         self._check = check
         # Looked up once: `admits` is called for every record that is opened.
-        self._admits = [b.capability(tier, b.Admits) for tier in self.tiers]
+        self._admits = [b.capability(tier, LimitedStore) for tier in self.tiers]
         # Held while the faster tiers' copies of a record change, never while a slow tier is read.
         self._changing = threading.Condition()
-        self._fetches: dict[ChunkKey, Fetch] = {}
+        self._fetches: WeakValueDictionary[ChunkKey, Fetch] = WeakValueDictionary()
         self.uploader: Uploader | None = None
         if outbox_folder is not None:
             self.uploader = Uploader(self.tiers[-2], self.tiers[-1], outbox_folder, check)
@@ -594,9 +540,10 @@ class TieredStore(b.Store):
         refusal: StoreError | RecordError | None = None
         for number, tier in enumerate(self.tiers):
             if number == 1:
-                joined = self._join(key)
-                if joined is not None:
-                    return joined
+                with self._changing:
+                    fetch = self._fetches.get(key)
+                if fetch is not None:
+                    return FetchReader(fetch)
             try:
                 record = tier.open(key)
                 if record is not None:
@@ -675,15 +622,6 @@ class TieredStore(b.Store):
 
     # -- reading -----------------------------------------------------------------------------
 
-    def _join(self, key: ChunkKey) -> b.StoredRecord | None:
-        """Return a reader of the fetch under way, if there is one."""
-        with self._changing:
-            fetch = self._fetches.get(key)
-            if fetch is None:
-                return None
-            fetch.join()
-        return FetchReader(fetch, self._leave)
-
     def _shared(self, key: ChunkKey, record: b.StoredRecord, number: int) -> b.StoredRecord:
         """Return a record whose other readers wait for the same bytes."""
         above = zip(self.tiers[:number], self._admits[:number], strict=True)
@@ -702,20 +640,10 @@ class TieredStore(b.Store):
         with self._changing:
             fetch = self._fetches.get(key)
             if fetch is None:
-                try:
-                    fetch = self._fetches[key] = Fetch(key, record, keep)
-                except RecordError:
-                    record.close()
-                    raise
+                fetch = self._fetches[key] = Fetch(key, record, keep)
             else:
                 record.close()
-            fetch.join()
-        return FetchReader(fetch, self._leave)
-
-    def _leave(self, fetch: Fetch) -> None:
-        with self._changing:
-            if fetch.leave() and self._fetches.get(fetch.key) is fetch:
-                del self._fetches[fetch.key]
+        return FetchReader(fetch)
 
     def _give_up(self, tier: b.Store, key: ChunkKey) -> None:
         """Remove a tier's damaged copy of a record; the tiers below have others."""
@@ -738,31 +666,33 @@ class TieredStore(b.Store):
         except RecordError:
             return  # the reader finds the same damage and reports it
         at_once = [tier for tier in tiers if b.is_in_memory(tier)]
-        copy = _Copy(fetch.key, content, [tier for tier in tiers if tier not in at_once])
+        others = [tier for tier in tiers if tier not in at_once]
         with self._changing:
             if self._fetches.get(fetch.key) is not fetch:
                 return
             for tier in at_once:
                 with contextlib.suppress(StoreError):
                     tier.put(fetch.key, content)
-            if copy.tiers:
+            if others:
                 # A copy is optional: if its tier cannot keep up, a later read copies the record.
                 with contextlib.suppress(queue.Full):
+                    copy = (fetch.key, content, others)
                     self._copies.put_nowait(copy)
                     self._wanted[fetch.key] = copy
 
     def _copy_all(self) -> None:
         while (copy := self._copies.get()) is not None:
+            key, content, tiers = copy
             with self._changing:
-                if self._wanted.get(copy.key) is not copy:
+                if self._wanted.get(key) is not copy:
                     continue  # deleted or replaced since
-                del self._wanted[copy.key]
-                self._copied_now = copy.key
+                del self._wanted[key]
+                self._copied_now = key
             try:
-                for tier in copy.tiers:
+                for tier in tiers:
                     # Whatever happens with this copy, the thread must serve the others.
                     with contextlib.suppress(Exception):
-                        tier.put(copy.key, copy.content)
+                        tier.put(key, content)
             finally:
                 with self._changing:
                     self._copied_now = None

@@ -52,10 +52,7 @@ def redis_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
     monkeypatch.setenv("KVRAG_REDIS_PASSWORD", PASSWORD)
     folder = tmp_path / "redis"
     folder.mkdir()
-    try:
-        server = RedisServer(folder)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    server = RedisServer(folder)
     yield server
     server.kill()
 

@@ -9,10 +9,7 @@ from tests.support.servers import PASSWORD, RedisServer
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    try:
-        server = RedisServer(tmp_path_factory.mktemp("redis"))
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.kill()
 

@@ -4,9 +4,7 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from kvrag.store.file import FileStore
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support import folders
 from tests.support.folders import file_path, files_under
-from tests.support.threads import together
 
 KEY = key_number(0)
 
@@ -143,22 +140,14 @@ def test_a_record_cut_short_while_open(store: FileStore, folder: Path) -> None:
     record.close()
 
 
-def test_short_reads_are_continued(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.put(KEY, record_of(KEY))
-    whole = os.preadv
-    monkeypatch.setattr(
-        os, "preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset)
-    )
-    assert stored(store, KEY) == record_of(KEY)
-
-
-def test_short_writes_are_continued(
+def test_short_reads_and_writes_are_continued(
     store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: whole(fd, data[:7]))
+    write, read = os.write, os.preadv
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, offset: read(fd, [into[0][:7]], offset))
     store.put(KEY, record_of(KEY))
-    assert folders.peek(folder, KEY) == record_of(KEY)
+    assert stored(store, KEY) == record_of(KEY) == folders.peek(folder, KEY)
 
 
 def test_records_close_themselves(store: FileStore, folder: Path) -> None:
@@ -238,22 +227,6 @@ def test_leftovers_are_collected_once_they_are_old(store: FileStore, folder: Pat
     assert new.exists()
     assert store.collect_garbage(0.0) == 1
     assert files_under(folder) == [f"{KEY.digest[:2]}/{KEY}.kv"]
-
-
-def test_two_puts_of_one_key_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have looked, both write: one record stays, whole."""
-    both_have_looked = threading.Barrier(2)
-    whole = FileStore.replace
-
-    def write(self: FileStore, *args: object, **kwargs: object) -> None:
-        both_have_looked.wait(10)
-        whole(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(FileStore, "replace", write)
-    records = [bytes([number]) * 100_000 for number in range(2)]
-    together(*(partial(FileStore(folder).put, KEY, record) for record in records))
-    assert stored(FileStore(folder), KEY) in records
-    assert len(files_under(folder)) == 1
 
 
 # Puts, reads and deletes records of a few keys, and gives room back.

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -142,39 +143,32 @@ def test_a_file_that_cannot_be_opened(
     assert store.counts()[0].misses == {"unreadable": 1}
 
 
-def test_a_read_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FileStore(tmp_path)
-    store.put(KEY, b"record")
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(StoreError, match=r"cannot read .*; the disk reports a defect"):
-        stored(store, KEY)
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("refused", "code", "call", "message"),
     [
-        (lambda store: store.delete(KEY), "cannot delete"),
-        (lambda store: store.collect_garbage(0.0), "cannot remove"),
+        ("preadv", errno.EIO, lambda store: stored(store, KEY), "read .*; the disk reports a def"),
+        ("unlink", errno.EROFS, lambda store: store.delete(KEY), "delete .*mounted read-only"),
+        ("unlink", errno.EROFS, lambda store: store.collect_garbage(0.0), "remove .*read-only"),
     ],
 )
-def test_a_removal_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: object, message: str
+def test_reading_or_removing_that_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+    code: int,
+    call: Callable[[FileStore], object],
+    message: str,
 ) -> None:
     store = FileStore(tmp_path)
-    path = file_path(tmp_path, KEY)
     store.put(KEY, b"record")
-    path.with_name(f".{KEY}.{'0' * 16}.tmp").touch()
+    file_path(tmp_path, KEY).with_name(f".{KEY}.{'0' * 16}.tmp").touch()
 
     def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "unlink", fail)
-    with pytest.raises(StoreError, match=f"{message} .*mounted read-only"):
-        call(store)  # type: ignore[operator]
+    monkeypatch.setattr(os, refused, fail)
+    with pytest.raises(StoreError, match=f"cannot {message}"):
+        call(store)
     assert store.contains(KEY)
 
 

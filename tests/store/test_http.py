@@ -1,10 +1,11 @@
 """`HttpStore` against a web server that hands out the files of a folder, and against others."""
 
-import http.server
 import ssl
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,13 @@ from kvrag.store.objects import TOKEN_VARIABLE, HttpStore
 from kvrag.store.registry import open_store
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.store_contract import StoreContract, key_number, record_of, stored
-from tests.store.test_objects import serving
 from tests.support import folders
 from tests.support.proxy import FaultyProxy
-from tests.support.servers import free_port
+from tests.support.servers import answering, free_port, reply
 from tests.support.web_server import TOKEN, WebServer, make_certificate
 
 KEY = key_number(0)
+DATE = "Fri, 27 Nov 2026 10:00:00 GMT"
 
 
 @pytest.fixture
@@ -89,15 +90,9 @@ def test_it_is_only_read(server: WebServer, behind: FileStore) -> None:
 
 
 def test_a_server_of_version_0_2() -> None:
-    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
-        body = b'{"service": "kvrag", "protocol": 1, "is_writable": false}'
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.send_header("Last-Modified", "Fri, 27 Nov 2026 10:00:00 GMT")
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    with serving(answer) as endpoint, pytest.raises(StoreError, match="let any web server serve"):
+    body = b'{"service": "kvrag", "protocol": 1, "is_writable": false}'
+    answer = partial(reply, status=200, body=body, Last_Modified=DATE)
+    with answering(answer) as endpoint, pytest.raises(StoreError, match="let any web server serve"):
         open_store(endpoint)
 
 
@@ -125,19 +120,21 @@ def test_tokens(behind: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert stored(open_store(server.url), KEY) == b"record"
 
 
-def test_token_files(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        (None, 0, "No such file"),
+        ("two words", 0o600, "one line of visible ASCII"),
+        ("word", 0o644, "chmod 600"),
+    ],
+)
+def test_token_files(tmp_path: Path, text: str | None, mode: int, message: str) -> None:
     path = tmp_path / "token"
-    with pytest.raises(ParameterError, match="No such file"):
-        open_store(f"{url}?token_file={path}")
-    path.write_text("two words")
-    path.chmod(0o600)
-    with pytest.raises(ParameterError, match="one line of visible ASCII"):
-        open_store(f"{url}?token_file={path}")
-    path.write_text("word")
-    path.chmod(0o644)
-    with pytest.raises(ParameterError, match="chmod 600"):
-        open_store(f"{url}?token_file={path}")
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(ParameterError, match=message):
+        open_store(f"http://127.0.0.1:1?token_file={path}")
 
 
 def test_tls(behind: FileStore, tmp_path: Path) -> None:
@@ -161,12 +158,12 @@ def test_tls(behind: FileStore, tmp_path: Path) -> None:
     ("url", "why"),
     [
         ("http://", "a server is"),
-        ("http://host:port", "no URL"),
-        ("http://host:99999", "no URL"),
-        ("http://kv..example", "no URL"),
-        ("http://" + "a" * 70, "no URL"),
-        ("http://host/a b", "no URL"),
-        ("http://host/\u00e4", "no URL"),
+        ("http://host:port", "a server is"),
+        ("http://host:99999", "a server is"),
+        ("http://kv..example", "a server is"),
+        ("http://" + "a" * 70, "a server is"),
+        ("http://host/a b", "a server is"),
+        ("http://host/\u00e4", "a server is"),
         ("http://:secret@host", "a URL is seen by others"),
         ("http://host#x", "a server is"),
         ("http://host?tokenfile=x", "has no option"),
@@ -215,29 +212,24 @@ def test_another_server(kind: str) -> None:
     """Never other bytes than those of one record, whatever answers."""
     whole = bytes(range(250)) * 400
 
-    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
         asked = handler.headers.get("Range", "")
         if kind == "error" or handler.path == "/v1":
             handler.send_error(500 if kind == "error" else 404)
             return
-        first, last = 0, len(whole) - 1
+        status, first, last, headers = 200, 0, len(whole) - 1, {"Last_Modified": DATE}
         if asked and kind not in ("html", "ignores ranges"):
+            status = 206
             first, last = (int(one) for one in asked.removeprefix("bytes=").split("-"))
-            handler.send_response(206)
-            handler.send_header("Content-Range", f"bytes {first}-{last}/{len(whole)}")
-        else:
-            handler.send_response(200)
+            headers["Content_Range"] = f"bytes {first}-{last}/{len(whole)}"
         body = b"<html>welcome</html>" if kind == "html" else whole[first : last + 1]
         if kind == "changes tags" and first and "If-Match" in handler.headers:
             body = bytes(len(body))
         if kind != "no tags":
-            handler.send_header("ETag", '"b"' if first else '"a"')
-        handler.send_header("Last-Modified", "Fri, 27 Nov 2026 10:00:00 GMT")
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
+            headers["ETag"] = '"b"' if first else '"a"'
+        reply(handler, status, body, **headers)
 
-    with serving(answer) as endpoint:
+    with answering(answer) as endpoint:
         if kind == "error":
             with pytest.raises(StoreUnreachableError):
                 HttpStore(endpoint)

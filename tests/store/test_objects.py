@@ -1,8 +1,8 @@
 """`ObjectStore` against a real server of Amazon's protocol."""
 
-import http.server
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import boto3
@@ -13,7 +13,7 @@ from kvrag.errors import ParameterError, StoreError, StoreUnreachableError
 from kvrag.store.base import Store
 from kvrag.store.objects import ObjectStore
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
-from tests.support.servers import S3Server, free_port
+from tests.support.servers import S3Server, answering, free_port, reply
 
 KEY = key_number(0)
 BUCKET = "kvrag-tests"
@@ -136,66 +136,31 @@ def test_other_providers_are_asked_under_their_own_protocol(
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
 
-    def refuse(handler: http.server.BaseHTTPRequestHandler) -> None:
+    def refuse(handler: BaseHTTPRequestHandler) -> None:
         asked.append(handler.path)
         handler.send_error(403)
 
-    with serving(refuse) as endpoint, pytest.raises(StoreError, match=r"access is refused.*set "):
+    with answering(refuse) as endpoint, pytest.raises(StoreError, match=r"access is refused.*set "):
         ObjectStore(url, endpoint=endpoint)
     assert any(("bucket" in path or "container" in path) for path in asked)
 
 
 def test_a_clock_that_is_wrong(credentials: None) -> None:
-    def refuse(handler: http.server.BaseHTTPRequestHandler) -> None:
-        body = b"<Error><Code>RequestTimeTooSkewed</Code></Error>"
-        handler.send_response(403)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    with serving(refuse) as endpoint, pytest.raises(StoreError, match=r"the clock of .*; set it"):
+    wrong = partial(reply, status=403, body=b"<Error><Code>RequestTimeTooSkewed</Code></Error>")
+    with answering(wrong) as endpoint, pytest.raises(StoreError, match=r"the clock of .*; set it"):
         ObjectStore("s3://bucket", endpoint=endpoint)
-
-
-class serving:
-    """A server on a free port that answers every GET as it is told."""
-
-    def __init__(self, answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> None:
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                answer(self)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_server_that_fails(credentials: None, status: int) -> None:
     """Listing works, so the store opens; what comes then is an error in time."""
 
-    def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
-        if "list-type" not in handler.path:
-            handler.send_error(status)
-            return
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        is_list = "list-type" in handler.path
         body = b'<?xml version="1.0"?><ListBucketResult></ListBucketResult>'
-        handler.send_response(200)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
+        reply(handler, 200 if is_list else status, body)
 
-    with serving(answer) as endpoint:
+    with answering(answer) as endpoint:
         store = ObjectStore("s3://bucket", endpoint=endpoint, timeout_seconds=0.4)
         with pytest.raises(StoreUnreachableError):
             stored(store, KEY)

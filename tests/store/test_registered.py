@@ -1,18 +1,14 @@
 """Stores of other distributions."""
 
-import importlib
 from collections.abc import Callable
 from contextlib import closing
-from inspect import get_annotations
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.plugins import Table
-from kvrag.store import base
-from kvrag.store.base import Limits, Store, capability, tiers_of
+from kvrag.store.base import Store, capability, tiers_of
 from kvrag.store.limited import LimitedStore
 from kvrag.store.redis import RedisStore
 from kvrag.store.registry import REMOTE, open_store
@@ -37,9 +33,6 @@ class LakeStore(RemoteStore):
         self.timeout_seconds = timeout_seconds
         self.metrics = StoreMetrics("lake")
         self._lake = LAKES.setdefault(url, MemoryStore())
-
-    def put(self, key, record):
-        self._lake.put(key, record)
 
     def replace(self, key, record):
         self._lake.replace(key, record)
@@ -111,51 +104,6 @@ def test_what_cannot_be_used_is_named(
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("path = 'bucket/x'", "path of lake_kv.Odd to be a pathlib.Path .*, found 'bucket/x'"),
-        ("limit_bytes = None", "limit_bytes of lake_kv.Odd to be a number of bytes.*found None"),
-        ("limit_bytes = True", "limit_bytes of lake_kv.Odd to be a number of bytes.*found True"),
-        ("is_in_memory = 0", "is_in_memory of lake_kv.Odd to be True or False .*, found 0"),
-        ("tiers = 'a|b'", "tiers of lake_kv.Odd to be a list or tuple of stores .*found 'a|b'"),
-        ("derive = b'key'", "derive of lake_kv.Odd to be a method .*, found b'key'"),
-        ("derive = lambda self, _: b'key'", "a method that returns 32 bytes .*, found 3 bytes"),
-        ("derive = lambda self, _: 'k' * 32", "a method that returns 32 bytes .*, found str"),
-    ],
-)
-@pytest.mark.parametrize("url", ["lake://north", "tiered:memory:|lake://north"])
-def test_a_reserved_name_of_another_use_is_refused(
-    tmp_path: Path, url: str, line: str, message: str
-) -> None:
-    module = (
-        f"{LAKE}        CLOSED.append(self.url)\n\nCLOSED = []\n\n"
-        f"class Odd(LakeStore):\n    {line}\n"
-    )
-    with installed(tmp_path, "lake_kv", module, {"kvrag.stores: lake": "lake_kv:Odd"}):
-        with pytest.raises(ParameterError, match=f"'kvrag.stores: lake = .*{message}; mend that"):
-            open_store(url)
-        assert importlib.import_module("lake_kv").CLOSED == ["lake://north"]
-
-
-def test_every_capability_is_checked_and_named_as_reserved() -> None:
-    of_all = {base.Listing, base.Store, base.StoredRecord}
-    kinds = [
-        one
-        for one in vars(base).values()
-        if getattr(one, "_is_protocol", False)
-        and one.__module__ == base.__name__
-        and one not in of_all
-    ]
-    names = {name for kind in kinds for name in {*vars(kind), *get_annotations(kind)}}
-    reserved = {name for name in names if not name.startswith("_")}
-    assert len(reserved) >= 10
-    for name in reserved:
-        assert f"``{name}``" in (RemoteStore.__doc__ or "")
-        wrong = base.wrong_capability(SimpleNamespace(**{name: object()}))
-        assert wrong[0] == name
-
-
-@pytest.mark.parametrize(
     ("method", "call"),
     [
         ("open", lambda store: store.open(key_number(0))),
@@ -222,16 +170,3 @@ def test_a_table_lists_kvrags_own_and_then_the_others(tmp_path: Path) -> None:
         assert len(table) == 2
     with pytest.raises(KeyError):
         table["sea"]
-
-
-def test_a_reserved_name_may_have_its_use(tmp_path: Path) -> None:
-    lines = (
-        "is_in_memory = True\n    limit_bytes = 1000\n    derive = lambda self, _: b'k' * 32\n"
-        "    damage = lambda self: []\n    mend = lambda self: None"
-    )
-    module = f"{LAKE}\nclass Odd(LakeStore):\n    {lines}\n"
-    with (
-        installed(tmp_path, "lake_kv", module, {"kvrag.stores: lake": "lake_kv:Odd"}),
-        closing(open_store("lake://north")) as store,
-    ):
-        assert capability(store, Limits) is capability(store, RemoteStore)

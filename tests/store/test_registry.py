@@ -1,32 +1,25 @@
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvrag.errors import KVRagError, ParameterError, StoreError
-from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 from kvrag_testing.store_contract import key_number
 from tests.support.folders import key_file
 
 
-def test_a_folder(tmp_path: Path) -> None:
-    for url in (f"file:{tmp_path}", f"file://{tmp_path}", f"file:////{tmp_path}"):
-        store = open_store(url)
-        assert isinstance(store, FileStore)
-        assert store.url == f"file:{tmp_path}"
-    store.put(key_number(0), b"record")
-    assert open_store(store.url).contains(key_number(0))
-
-
-def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    for place in (f"{tmp_path}/kv", f"//{tmp_path}/kv", f"////{tmp_path}/kv", "~/kv"):
+        assert open_store(f"file:{place}").url == f"file:{tmp_path}/kv"
     store = open_store("file:a b/c%20d")
     monkeypatch.chdir("/")
     store.put(key_number(0), b"record")
     assert store.url == f"file:{tmp_path}/a b/c%20d"
     assert len(list((tmp_path / "a b" / "c%20d").rglob("*.kv"))) == 1
+    assert open_store(store.url).contains(key_number(0))
 
 
 @pytest.mark.parametrize("name", ["who?", "who?a=b/c", "who? me"])
@@ -67,18 +60,6 @@ def test_a_key_is_never_lost_by_a_wrong_spelling(
     assert list(tmp_path.iterdir()) == [key]
 
 
-@pytest.mark.parametrize("option", ["prefix", "timeout"])
-def test_a_key_in_another_options_value(tmp_path: Path, option: str) -> None:
-    with pytest.raises(ParameterError, match=r"prefix, timeout, limit, key_file; found a key"):
-        open_store(f"redis://host/0?{option}=a;key_file={tmp_path / 'key'}", must_answer=False)
-
-
-def test_a_folder_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with closing(open_store("file:~/kv")) as store:
-        assert store.url == f"file:{tmp_path / 'kv'}"
-
-
 def test_a_folder_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, **_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -108,6 +89,10 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     [
         ("redis://u:secret@host/0?size=3", "has no option 'size'; it has prefix, timeout"),
         ("redis://u:secret@host/0?timeout=soon", "seconds above 0, found 'soon'"),
+        (
+            "redis://u:secret@host/0?prefix=a;key_file=b",
+            "timeout, limit, key_file; found a",
+        ),
         ("redis://u:secret@host/0?timeout=0", "seconds above 0, found '0'"),
         ("redis://u:secret@host/0?prefix", "options are NAME=VALUE, .*: prefix, timeout"),
         ("redis://u:secret@host/0?timeout=1&timeout=2", "timeout is given twice"),

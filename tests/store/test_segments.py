@@ -84,18 +84,6 @@ def test_a_record_that_was_put_since_stays(folder: Path) -> None:
         assert stored(store, KEYS[1]) == record_of(KEYS[1])
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_to_is_opened(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder.chmod(0o500)
-    with closing(FileStore(folder)) as store:
-        assert stored(store, KEYS[0]) is None
-    assert "records of kvrag 0.2 are computed again" in caplog.text
-    folder.chmod(0o700)
-    assert num_found(folder) == 10
-
-
 def test_a_full_disk_loses_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,9 +10,9 @@ import pytest
 from kvrag.chunk import ChunkKey
 from kvrag.codec.container import write_record
 from kvrag.errors import ParameterError, RecordError, StoreError, StoreUnreachableError
-from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper, pins_of
+from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper
 from kvrag.store.file import FileStore
-from kvrag.store.limited import LimitedStore
+from kvrag.store.limited import LimitedStore, limits_of
 from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
 from kvrag.store.tiered import TieredStore
@@ -117,7 +117,7 @@ def tiers(tmp_path: Path, remote: Remote) -> Iterator[TieredStore]:
 
 
 def num_pending(store: TieredStore) -> int:
-    return len(store.uploader._outbox.keys())
+    return len(store.uploader._outbox.entries())
 
 
 def read_by_layers(store: Store, key: ChunkKey, num_layers: int = 6) -> bytes:
@@ -339,7 +339,7 @@ def test_a_sick_disk_hides_nothing_below_it(
 def test_pins(tiers: TieredStore, remote: Remote) -> None:
     memory = tiers.tiers[0]
     keys = [key_number(number) for number in range(30)]
-    (pins, _) = pins_of(tiers)
+    (pins, _) = limits_of(tiers)
     pins.pin(keys[:1])
     for key in keys:
         remote.inner.put(key, record_of(key, 1_000_000))

@@ -8,9 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 PASSWORD = "p@ss/word 1"
 _START_SECONDS = 60.0
@@ -55,7 +59,7 @@ class RedisServer:
     def __init__(self, folder: Path, *options: str) -> None:
         binary = shutil.which("redis-server")
         if binary is None:
-            raise FileNotFoundError("redis-server is not installed: apt-get install redis-server")
+            pytest.skip("redis-server is not installed: apt-get install redis-server")
         self.port = free_port()
         self._log = folder / "redis.log"
         # The password is in a file, because every user can read a command line.
@@ -124,3 +128,31 @@ class S3Server:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """Yield the URL of a server that answers every GET as it is told."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer(self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def reply(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
+    """Answer a request; ``_`` in a header's name is ``-``."""
+    handler.send_response(status)
+    for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(body)

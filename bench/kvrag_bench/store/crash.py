@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrag.errors import KVRagError
-from kvrag.store.base import Flushes, Store, capability, tiers_of
+from kvrag.store.base import Store, capability, tiers_of
+from kvrag.store.tiered import TieredStore
 from kvrag_bench.store.contents import content_of, key_of
 from kvrag_bench.store.victim import KINDS, LIMIT_BYTES, open_victim
 
@@ -127,7 +128,7 @@ def _look(store: Store, numbers: dict[str, int], chance: random.Random) -> tuple
 
 def _num_lost(kind: str, folder: Path, put: set[int]) -> int:
     with closing(open_victim(kind, folder)) as store:
-        background = capability(store, Flushes)
+        background = capability(store, TieredStore)
         if background is not None:
             background.flush()
         place = tiers_of(store)[-1]
