@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support import office
 from tests.support.documents import docx_bytes
 
-_NO_TEXT_CODECS = (
+NO_TEXT_CODECS = (
     *("hex", "zlib", "base64", "bz2", "uu", "quopri", "rot13", "punycode", "undefined", "idna"),
     *("unicode_escape", "raw_unicode_escape", "mbcs", "oem", "utf-7", "utf-32", "martian"),
 )
@@ -90,7 +90,7 @@ def make_known(scale: float = 1.0) -> dict[str, bytes]:
     many = int(scale * 30_000)
     operators = b"BT /F1 12 Tf (a) Tj ET\n" * 40_000
     files: dict[str, str | bytes] = {
-        **{f"{name}.html": f'<meta charset="{name}"><p>text' for name in _NO_TEXT_CODECS},
+        **{f"{name}.html": f'<meta charset="{name}"><p>text' for name in NO_TEXT_CODECS},
         "marked.html": "<![" * many,
         "comments.html": "<!--" * many,
         "svg.html": "<svg>" * many + "</q>" * many,
@@ -143,6 +143,8 @@ def make_known(scale: float = 1.0) -> dict[str, bytes]:
         "cells.ipynb": '{"cells":[' + '{"cell_type":"code","source":"a"},' * many + "{}]}",
         "open.py": "(" * 10 * many,
         "deep.js": "{" * many,
+        "assigned.js": "a=" * 3 * many,
+        "here.rb": "<<A\n" * many,
         "conditions.c": "#if A\n" * many,
         "statements.js": "a;\n" * 10 * many,
         "names.py": f"class {'a' * 300}:\n  def {'b' * 300}():\n" + "    c()\n" * many,
@@ -183,16 +185,7 @@ def _good() -> dict[str, bytes]:
 
 _PIECES = {
     "html": (
-        "<",
-        ">",
-        "<!--",
-        "<![CDATA[",
-        "<svg>",
-        "</p>",
-        "<table>",
-        "&#x110000;",
-        "&amp",
-        "<p ",
+        *("<", ">", "<!--", "<![CDATA[", "<svg>", "</p>", "<table>", "&#x110000;", "&amp", "<p "),
     ),
     "md": ("# ", "#", "```", "~~~", "\n", "---", "===", "> ", "- ", " ", "\t", "[a]: "),
     "jsonl": ("{", "}", "[", "]", '"', ":", "\\ud800", "null", "1e999", "\n", '"text"', ","),

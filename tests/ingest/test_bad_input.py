@@ -263,22 +263,6 @@ def test_what_a_killed_create_left_is_replaced(tmp_path: Path, docs: Path, model
 # -- another model ---------------------------------------------------------------------------
 
 
-def test_another_model_or_tokenizer_is_refused(index: Index, docs: Path) -> None:
-    index.add(docs)
-    other = KVModel.load(
-        make_model("llama", num_hidden_layers=2, seed=5), tokenizer=make_tokenizer()
-    )
-    with pytest.raises(IndexMismatchError) as caught:
-        Index.open(index.path, model=other)
-    assert other.fingerprint in str(caught.value)
-    assert index.config.model_fingerprint in str(caught.value)
-    tokenizer = copy.deepcopy(make_tokenizer())
-    tokenizer.add_tokens(["<one-more>"])
-    hf = make_model("llama", num_hidden_layers=2)
-    with pytest.raises(IndexMismatchError, match="with the tokenizer of"):
-        Index.open(index.path, model=KVModel.load(hf, tokenizer=tokenizer))
-
-
 def test_another_model_by_path_is_refused_when_it_is_loaded(tmp_path: Path, docs: Path) -> None:
     from tests.support.rag import save_model
 
@@ -443,22 +427,6 @@ def test_a_folder_that_cannot_be_made(model: KVModel) -> None:
 
 
 # -- two at once -----------------------------------------------------------------------------
-
-
-def test_two_ingests_at_once(index: Index, docs: Path, model: KVModel) -> None:
-    with Index.open(index.path, model=model) as second:
-        refused: list[str] = []
-
-        def try_the_second(_: object) -> None:
-            with pytest.raises(IndexLockedError) as caught:
-                second.add(docs)
-            refused.append(str(caught.value))
-
-        report = index.add(docs, on_progress=try_the_second)
-        assert report.ok
-        assert refused
-        assert f"being written to by process {os.getpid()};" in refused[0]
-        assert len(second.add(docs).unchanged) == 3
 
 
 def test_another_process_holds_the_lock(index: Index, docs: Path) -> None:

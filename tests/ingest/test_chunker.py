@@ -117,6 +117,17 @@ def test_no_two_documents_have_a_chunk_of_the_same_id() -> None:
         ("```\n# no\n~~~\n# no\n```\n# One", ["One"]),
         ("````\n```\n# no\n````\n~~~ py\n# no\n~~~ no end\n# no", []),
         ("# " + "t" * 1000, ["t" * 256]),
+        ("```tick()```\n\n# Seen", ["Seen"]),
+        ("``` a`b\n\n# Seen", ["Seen"]),
+        ("~~~ a`b\n# no\n```\n~~~\n# Seen", ["Seen"]),
+        ("<!--\n# no\n\nno\n---\n-->\n# Seen", ["Seen"]),
+        ("<!-- a --> b\n# Seen", ["Seen"]),
+        ("<!-- never closed\n\n# Seen", ["Seen"]),
+        ("```\n<!--\n```\n# Seen\n\n-->", ["Seen"]),
+        ("<pre>\n# no\n</pre>\n# Seen", ["Seen"]),
+        ("<SCRIPT>\n# no\n</script>\n\n# Seen", ["Seen"]),
+        ("---\ntitle: a\n# no\n\ntags: b\n---\n# Seen", ["Seen"]),
+        ("---\n# Seen\n---", ["Seen"]),
     ],
 )
 def test_headings_are_those_of_markdown(text: str, titles: list[str]) -> None:

@@ -9,17 +9,16 @@ from hypothesis import strategies as st
 
 from kvrag.chunk import Chunk, Document, Mark, normalise_text
 from kvrag.errors import DocumentError
-from kvrag.ingest import chunker, code
+from kvrag.ingest import code
 from kvrag.ingest.chunker import chunk_document
 from kvrag.ingest.code import CODE_SUFFIXES, outline
 from kvrag.ingest.files import find_files
 from kvrag.ingest.headings import paths_of
 from kvrag.ingest.index import Index
-from kvrag.ingest.limits import MAX_MARKS, MAX_MARKS_CHARACTERS, ParseLimits
+from kvrag.ingest.limits import MAX_MARKS, MAX_MARKS_CHARACTERS
 from kvrag.ingest.loaders import NoTextError, load_bytes, sought_suffixes, to_document
-from kvrag.ingest.parsing import Parser
 from tests.support.models import make_tokenizer
-from tests.support.properties import examples, few
+from tests.support.properties import examples
 
 pytest.importorskip("tree_sitter")
 
@@ -187,42 +186,6 @@ def test_chunks_cover_the_code_within_the_limit(pieces: list[str], suffix: str, 
         assert 1 <= len(chunk.token_ids) <= limit
         start = chunk.metadata.get("start", 0)
         assert document.text[start:].lstrip().startswith(chunk.text)
-
-
-def test_long_files_are_cut_alike_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(f"def f{number}(x):\n    return x + {number}\n\n\n" for number in range(200))
-    whole = [chunk.text for chunk in cut(".py", text, 64)]
-    monkeypatch.setattr(chunker, "_STRETCH_CHARACTERS", 700)
-    monkeypatch.setattr(chunker, "_MAX_CHARACTERS_PER_TOKEN", 8)
-    assert [chunk.text for chunk in cut(".py", text, 64)] == whole
-
-
-@pytest.mark.parametrize(
-    ("suffix", "text"),
-    few(
-        4,
-        [
-            (".js", "{" * 100_000),
-            (".py", "if x:\n" + "".join(" " * n + "if x:\n" for n in range(1, 900))),
-            (".cpp", "A<" * 50_000),
-            (".rb", "<<A\n" * 20_000),
-            (".js", "a=" * 100_000),
-            (".java", "class A{" * 20_000),
-        ],
-    ),
-    ids=lambda text: repr(text[:8]),
-)
-def test_hostile_code_costs_itself_alone(suffix: str, text: str) -> None:
-    with Parser(ParseLimits(seconds=20, memory_bytes=400 << 20)) as parser:
-        try:
-            (document,) = parser.parse(f"/a{suffix}", text.encode())
-        except DocumentError as error:
-            assert re.search("took longer|more than 400 MiB|crashed", str(error))  # noqa: PT017
-        else:
-            assert document.text == normalise_text(text)
-            assert chunk_document(document, make_tokenizer(), 512)
-        (after,) = parser.parse("/b.py", b"def f(): ...")
-        assert after.outline[-1].title == "f"
 
 
 def test_too_many_marks_leave_out_the_innermost() -> None:

@@ -227,23 +227,6 @@ def test_a_file_that_breaks_before_it_is_read_again_is_refused(
     assert add(rows).added == (f"{rows}#1",)
 
 
-def test_a_broken_file_is_read_again_once_and_not_for_each_row(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(f'"row {number}"' for number in range(50)))
-    monkeypatch.setattr(plan, "_MAX_KEPT_TOKENS", 0)
-    read: list[str] = []
-
-    def read_file(path: str, max_bytes: int) -> bytes:
-        read.append(path)
-        raise DocumentError("gone")
-
-    monkeypatch.setattr("kvrag.ingest.stages.read_file", read_file)
-    assert len(index.add(rows).failed) == 50
-    assert len(read) == 1
-
-
 # -- objects ----------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -306,29 +305,6 @@ class LikeLlamaIndex:
 
     def get_query_embedding(self, text: str) -> list[float]:
         return Sided().embed_query(text)
-
-
-def test_one_thread_cuts_while_another_embeds() -> None:
-    embedding = e.get_embedding("minilm")
-    long = "the old bridge of the river near Varn " * 150
-    expected = len(embedding.windows(long))
-    assert expected > 4
-    stop = threading.Event()
-    found: list[int] = []
-
-    def cut() -> None:
-        while not stop.is_set():
-            found.append(len(embedding.windows(long)))
-
-    cutting = threading.Thread(target=cut)
-    cutting.start()
-    try:
-        for _ in range(6):
-            embedding.embed_query(long)
-    finally:
-        stop.set()
-        cutting.join()
-    assert set(found) == {expected}
 
 
 @pytest.mark.parametrize("given", [Sided(), LikeLlamaIndex()])

@@ -6,13 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest import cachefile
-from kvrag.ingest.filters import read_filter, values_of
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 
@@ -171,54 +168,6 @@ def test_a_filter_that_contains_itself_is_refused(filled: Index) -> None:
     wanted["$and"] = [wanted]
     with pytest.raises(ParameterError, match="nested more than 16 levels"):
         filled.search("fox", filter=wanted)
-
-
-VALUES = st.one_of(
-    st.integers(-5, 5), st.floats(-5, 5), st.booleans(), st.sampled_from(["", "a", "b", "é"])
-)
-CONDITIONS = st.one_of(
-    st.tuples(st.sampled_from(["$eq", "$ne"]), VALUES),
-    st.tuples(st.sampled_from(["$in", "$nin"]), st.lists(VALUES, max_size=3)),
-    st.tuples(
-        st.sampled_from(["$gt", "$gte", "$lt", "$lte"]),
-        VALUES.filter(lambda value: not isinstance(value, bool)),
-    ),
-)
-
-
-def expected_of(value: Any, operator: str, bound: Any) -> bool:
-    def same(one: Any, other: Any) -> bool:
-        return isinstance(one, bool) == isinstance(other, bool) and one == other
-
-    if operator in ("$eq", "$ne"):
-        return same(value, bound) == (operator == "$eq")
-    if operator in ("$in", "$nin"):
-        return any(same(value, one) for one in bound) == (operator == "$in")
-    if isinstance(value, bool) or isinstance(value, str) != isinstance(bound, str):
-        return False
-    compare = {"$gt": "__gt__", "$gte": "__ge__", "$lt": "__lt__", "$lte": "__le__"}[operator]
-    if not isinstance(value, str):
-        value, bound = float(value), float(bound)
-    return bool(getattr(value, compare)(bound))
-
-
-@given(VALUES, st.lists(CONDITIONS, min_size=1, max_size=3), st.sampled_from(["$and", "$or"]))
-def test_conditions_mean_what_python_means(
-    value: Any, conditions: list[tuple[str, Any]], joined: str
-) -> None:
-    wanted = read_filter({joined: [{"f": {name: bound}} for name, bound in conditions]})
-    connection = sqlite3.connect(":memory:")
-    connection.executescript(
-        "CREATE TABLE of (row INTEGER PRIMARY KEY); INSERT INTO of VALUES (7);"
-        "CREATE TABLE fields (name, value, row INTEGER, PRIMARY KEY (name, value, row))"
-        " WITHOUT ROWID;"
-    )
-    for name, stored in values_of({"f": value}):
-        connection.execute("INSERT INTO fields VALUES (?, ?, 7)", (name, stored))
-    found = connection.execute(f"SELECT row FROM of WHERE {wanted.condition}", wanted.values)
-    together = all if joined == "$and" else any
-    assert bool(found.fetchall()) == together(expected_of(value, *one) for one in conditions)
-    connection.close()
 
 
 WHEN: dict[str, Any] = {

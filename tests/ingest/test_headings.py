@@ -68,30 +68,6 @@ def test_frameworks_see_the_path_and_models_do_not(guides: Index) -> None:
         assert found.node.get_content(schema.MetadataMode.LLM) == chunk.text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```tick()```\n\n# Seen",
-        "``` a`b\n\n# Seen",
-        "````\n```\n# no\n```\n````\n# Seen",
-        "~~~ a`b\n# no\n```\n~~~\n# Seen",
-        "# Seen\n\n    # no",
-        "<!--\n# no\n\nno\n---\n-->\n# Seen",
-        "<!-- a --> b\n# Seen",
-        "<!-- never closed\n\n# Seen",
-        "```\n<!--\n```\n# Seen\n\n-->",
-        "<pre>\n# no\n</pre>\n# Seen",
-        "<SCRIPT>\n# no\n</script>\n\n# Seen",
-        "---\ntitle: a\n# no\n\ntags: b\n---\n# Seen",
-        "---\n# Seen\n---",
-    ],
-)
-def test_code_comments_and_front_matter_hold_no_headings(index: Index, text: str) -> None:
-    index.add(Document("guide", f"{text}\n\n{FILLER}{FILLER}"))
-    found = index.search("bridge", 50)
-    assert {tuple(hit.chunk.metadata.get("headings", ())) for hit in found} - {()} == {("Seen",)}
-
-
 def test_a_lost_document_gets_only_its_own_metadata_back(index: Index) -> None:
     index.add(Document("guide", f"# Guide\n\n{FILLER}", {"lang": "en"}))
     with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:

@@ -11,6 +11,17 @@ from kvrag.ingest.loaders import load_bytes
 from tests.support import office
 
 CASES = {
+    "a page": (
+        "<body><style>p{}</style><nav>Home</nav><h2>The  clock</h2><p>Tomas <b>repairs</b>\n it."
+        "<br>Daily.</p><script>x</script><ul><li>one<li>two</ul><pre>\n  a\n\n  b\n</pre>",
+        "Home\n\n## The clock\n\nTomas repairs it.\nDaily.\n\n- one\n- two\n\n  a\n\n  b",
+    ),
+    "odd markup": (
+        "<p>a</q></b></div></p>b<!-- c --><svg><text>no</text></svg><p>d",
+        "a\n\nb\n\nd",
+    ),
+    "a second title": ("<body><title>no</title><p>x", "x"),
+    "an empty cell": ("<table><tr><td></td><td>b</td></tr><tr><td>c<td><p>d</table>", "| b\nc | d"),
     "corner": (
         "<table><tr><th></th><th>2022</th><th>2023</th></tr>"
         "<tr><th>Revenue</th><td>11</td><td>22</td></tr></table>",

@@ -1,11 +1,9 @@
 """Hybrid search: words and vectors fused, whatever is asked; and a cross-encoder over both."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,13 @@ from hypothesis import strategies as st
 
 from kvrag.chunk import Document
 from kvrag.errors import ParameterError
-from kvrag.ingest import sentences as turns_module
 from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import WORDS_WEIGHT, Reranker, fused
 from kvrag.ingest.sentences import Turns
 from kvrag.models.kv_model import KVModel
 from tests.support.properties import examples
+from tests.support.waiting import wait_until
 
 TEXTS = {
     "fox": "The quick brown fox jumps over the lazy dog.",
@@ -233,42 +231,24 @@ def test_one_question_goes_between_two_batches(kind: str) -> None:
         one = partial(reranker.scores, "question", [["b"]])
     threads = [threading.Thread(target=call) for call in (many, one)]
     threads[0].start()
-    _wait_until(lambda: turns._is_taken)
+    wait_until(lambda: len(turns._asked) == 1)
     threads[1].start()
-    _wait_until(lambda: bool(turns._waiting))
+    wait_until(lambda: len(turns._asked) == 2)
     may_read.release(4)
     for thread in threads:
         thread.join(60)
     assert read == ["a", "question", "a", "a"]
-    assert not turns._is_taken
+    assert not turns._asked
 
 
-def test_an_interrupt_gives_its_turn_back() -> None:
+def test_an_interrupt_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns()
 
-    class Interrupted:
-        def __init__(self) -> None:
-            self.acquired = 0
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
 
-        def acquire(self) -> None:
-            self.acquired += 1
-            if self.acquired == 2:
-                raise KeyboardInterrupt
-
-    real = turns_module.threading.Lock
-    with turns:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(turns_module, "threading", SimpleNamespace(Lock=Interrupted))
-            with pytest.raises(KeyboardInterrupt):
-                turns.__enter__()
-        assert turns_module.threading.Lock is real
-        assert not turns._waiting
-    with turns:
-        pass
-
-
-def _wait_until(is_so: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    with turns, monkeypatch.context() as patch:
+        patch.setattr(turns._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            turns.__enter__()
+    assert not turns._asked

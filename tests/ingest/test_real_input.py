@@ -1,6 +1,5 @@
 """Real passages and real file formats, with the embedding people will use."""
 
-import io
 import json
 import random
 from pathlib import Path
@@ -18,10 +17,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import has_bfloat16
 from kvrag.native import instruction_set, use_instruction_set
 from tests.ingest.conftest import MakeIndex
-from tests.ingest.hostile import make_pdf as hostile_pdf
-from tests.support.documents import word_bytes
 from tests.support.models import make_model, make_tokenizer
-from tests.support.office import epub_bytes
 from tests.support.properties import trials
 
 MUSIQUE = Path(__file__).parents[2] / "../shared/data/musique/musique_75.json"
@@ -88,40 +84,6 @@ def make_pdf(path: Path, password: str | None = None) -> None:
     if password:
         pdf.set_encryption(owner_password=password, user_password=password)
     pdf.output(str(path))
-
-
-def test_an_index_holds_documents_as_they_are_seen(make_index: MakeIndex, tmp_path: Path) -> None:
-    """One of each kind; the kinds' own tests have the others."""
-    openpyxl = pytest.importorskip("openpyxl")
-    book = openpyxl.Workbook()
-    book.active["A1"], book.active["A1"].number_format = 42, "00000"
-    packed = io.BytesIO()
-    book.save(packed)
-    moved = "<w:p><w:{0}><w:r><w:t>The fee is 40 euros.</w:t></w:r></w:{0}></w:p>"
-    page = "<table><tr><td rowspan=2>EU<td>Cable<tr><td>Hub</table><p hidden>Secret"
-    cut = b"BT /F1 12 Tf 72 700 Td (the har-) Tj 0 -14 Td (bour) Tj ET"
-    files = {
-        "a.tsv": (b"Name\tTown, code\nAda\tRiga\n", "Name: Ada\nTown, code: Riga"),
-        "a.html": (page.encode(), "EU | Cable\nEU | Hub"),
-        "a.epub": (epub_bytes(page), "EU | Cable\nEU | Hub\n\n## Its maker\n\nTomas"),
-        "a.docx": (
-            word_bytes(moved.format("moveFrom") + moved.format("moveTo")),
-            "The fee is 40 euros.",
-        ),
-        "a.xlsx": (packed.getvalue(), "## Sheet\n| 00042 |\n| --- |"),
-        "a.pdf": (hostile_pdf(cut), "the harbour"),
-    }
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    for name, (content, _) in files.items():
-        (folder / name).write_bytes(content)
-    index = make_index(chunk_tokens=512)
-    assert index.add(folder).ok
-    found = {
-        Path(hit.chunk.source).name.partition("#")[0]: hit.chunk.text
-        for hit in index.search("a", 50)
-    }
-    assert found == {name: text for name, (_, text) in files.items()}
 
 
 def test_pages_of_a_pdf_are_separate(tmp_path: Path) -> None:

@@ -617,30 +617,6 @@ def test_a_view_in_use_is_never_removed(machine: Machine, tmp_path: Path, folder
     assert sources(machine("one", folder_url)) == {"d5"}
 
 
-def test_two_servers_with_buckets_of_one_name(
-    machine: Machine, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_credentials(monkeypatch)
-    staging = S3Server(tmp_path)
-    try:
-        for server in (s3_server, staging):
-            client = boto3.client("s3", endpoint_url=server.endpoint)
-            client.create_bucket(Bucket="twice")
-            client.close()
-        one = machine("one", f"s3://twice/index?endpoint={s3_server.endpoint}", context="none")
-        one.add([page(0)])
-        monkeypatch.setenv("AWS_ENDPOINT_URL", staging.endpoint)
-        other = machine("one", "s3://twice/index", context="none")
-        other.add([page(5)])
-        one.refresh()
-        assert sources(one) == {"d0"}
-        assert sources(other) == {"d5"}
-        assert one.upkeep.verify().ok
-        assert other.upkeep.verify().ok
-    finally:
-        staging.kill()
-
-
 def test_a_bucket_that_does_not_answer_leaves_the_version(
     machine: Machine, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,21 +257,6 @@ def test_a_gc_that_cannot_compute_what_is_needed_again_says_so(
     assert one.upkeep.verify(repair=True).ok
 
 
-def test_a_gc_that_fails_says_that_it_is_over(
-    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = machine("one", folder_url, context="none")
-    one.add([page(0)])
-
-    def refused(*_: Any) -> None:
-        raise StoreError("refused")
-
-    monkeypatch.setattr(Log, "list_garbage", refused)
-    with pytest.raises(StoreError, match="refused"):
-        one.upkeep.gc()
-    assert log_of(one)._log.collecting().startswith("over")
-
-
 def test_a_tier_of_one_machine_is_no_place_for_others(
     machine: Machine, folder_url: str, tmp_path: Path, model: KVModel
 ) -> None:

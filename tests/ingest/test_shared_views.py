@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from kvrag.ingest.shared import log as opening
 from kvrag.ingest.shared import manifest
 from kvrag.ingest.shared.log import SharedLog
 from kvrag.ingest.shared.manifest import File, Log
-from kvrag.ingest.shared.place import make_room, read_place, remove_view
+from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
 from kvrag.server.documents import uploads_path
 from tests.ingest.conftest import Machine, MakeIndex
@@ -56,43 +55,6 @@ def test_a_view_that_is_being_made_stays(
 
     monkeypatch.setattr(manifest, "build", slowly)
     assert sources(machine("other", folder_url)) == {"d0"}
-
-
-def test_folders_that_vanish_while_views_are_measured(
-    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = machine("one", folder_url, context="none")
-    for name in "abc":
-        (index.path / f".{name}.tmp").mkdir()
-        (index.path / f".{name}.tmp" / "catalog.sqlite").touch()
-    lstat = Path.lstat
-
-    def vanishing(path: Path) -> Any:
-        if path.name == "catalog.sqlite" and path.parent != index.path:
-            for scratch in index.path.glob(".*.tmp"):
-                shutil.rmtree(scratch)
-        return lstat(path)
-
-    monkeypatch.setattr(Path, "lstat", vanishing)
-    make_room(index.path)
-    assert not list(index.path.glob(".*.tmp"))
-
-
-def test_a_view_that_makes_room_while_it_is_opened(
-    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = machine("one", folder_url, context="none")
-    index.add([page(0)])
-    index.close()
-    read = opening._config
-
-    def removed(*args: Any) -> Any:
-        config = read(*args)
-        assert remove_view(index.path)
-        return config
-
-    monkeypatch.setattr(opening, "_config", removed)
-    assert sources(machine("one", folder_url)) == {"d0"}
 
 
 def test_what_a_killed_process_left_in_a_view_goes(machine: Machine, folder_url: str) -> None:

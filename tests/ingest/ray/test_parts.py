@@ -32,7 +32,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner
 from kvrag.ingest.ray import packets as p
-from kvrag.ingest.ray.driver import _default_address, connected, reason_of
+from kvrag.ingest.ray.driver import connected
 from kvrag.ingest.report import FailedDocument, IngestReport
 from kvrag.ingest.schema import FileState
 from kvrag.ingest.stages import Outcome, Run
@@ -364,17 +364,6 @@ def rows_here(run: Run, rows: list[dict[str, Any]], is_one_block: bool) -> Plan:
     return plan
 
 
-def test_of_a_worker_that_cannot_begin_only_the_reason_is_told() -> None:
-    died = RuntimeError(
-        "The actor died because of an error raised in its creation task, ray::Worker.__init__()\n"
-        '  File "cluster.py", line 1, in __init__\n'
-        "kvrag.errors.StoreError: cannot open s3://b/kv: access is refused; set the credentials"
-    )
-    assert reason_of(died) == "cannot open s3://b/kv: access is refused; set the credentials"
-    assert reason_of(RuntimeError("The node\nis gone")) == "RuntimeError: The node"
-    assert reason_of(RuntimeError()) == "RuntimeError: no reason"
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -457,20 +446,3 @@ def test_an_error_here_ends_the_run_on_the_cluster_before_the_connection(
     monkeypatch.setattr(RayRunner, "_computed", lambda _, __, packets, job: packets)
     with tiny_index(tmp_path) as index, pytest.raises(StoreError, match="not the same store"):
         index.add((), runner=RayRunner(dataset=Rows()))
-
-
-def test_a_cluster_is_looked_for_where_ray_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("first", "second"):
-        (tmp_path / name / "ray").mkdir(parents=True)
-        (tmp_path / name / "ray" / "ray_current_cluster").write_text(f"{name}:6379\n")
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "second"))
-    assert _default_address() == "second:6379"
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "first"))
-    monkeypatch.setenv("RAY_ADDRESS", "auto")  # as if unset, for Ray
-    assert _default_address() == "first:6379"
-    monkeypatch.setenv("RAY_ADDRESS", "other:1")
-    assert _default_address() == "other:1"
