@@ -78,20 +78,6 @@ def test_printed_commands_are_valid(
         parse(arguments)
 
 
-@pytest.mark.parametrize(
-    "wrong", ["qeury x", "query x --indx a", "query", "query x -k none", "query x --sed 1"]
-)
-def test_mistakes_are_found(wrong: str) -> None:
-    with pytest.raises((AssertionError, UsageError, typer.Exit)):
-        parse(wrong.split())
-
-
-def test_commands_are_found() -> None:
-    script = "do A=1 kvrag ls --index a  # kvrag rm\nkvrag ls | grep kvrag; kvrag stats"
-    assert [*commands(script, "kvrag")] == [["ls", "--index", "a"], ["ls"], ["stats"]]
-    assert len(CALLS) > 100
-
-
 def test_targets_of_make_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     named = {arguments[0] for _, arguments in calls("make")}

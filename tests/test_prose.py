@@ -1,10 +1,6 @@
 """The checker of plain English: what it finds, where, and what it leaves alone."""
 
-from pathlib import Path
-
-import pytest
-
-from tools.prose import find, in_markdown, in_python, main
+from tools.prose import find, in_markdown, in_python
 
 MARKDOWN = """\
 # A page
@@ -67,17 +63,3 @@ def test_docstrings_comments_and_help_are_read() -> None:
         (11, "Of"),
         (14, "to be had"),
     ]
-
-
-def test_a_lapse_fails_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("A row behind the others.")
-    monkeypatch.setattr("tools.prose.ROOT", tmp_path)
-    monkeypatch.setattr("sys.argv", ["prose", str(page)])
-    with pytest.raises(SystemExit, match="English: 1"):
-        main()
-    assert capsys.readouterr().out == 'page.md:1: "behind" (write: after)\n'
-    page.write_text("A row after the others.")
-    main()

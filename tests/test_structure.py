@@ -35,11 +35,6 @@ def test_no_modules_import_one_another() -> None:
     assert circles(parts()) == []
 
 
-def test_circles_are_found() -> None:
-    graph = {"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")}
-    assert circles(graph) == [["a", "b", "c"]]
-
-
 def test_imports_for_typing_and_inside_functions_count() -> None:
     used = module_graph()["kvrag.ingest.encoders"]
     assert {"kvrag.models.kv_model", "kvrag.models.loading"} <= used

@@ -107,14 +107,6 @@ class Fingerprints:
         """Sorted entries, in several arrays: what a table is made of again."""
         return self._parts
 
-    def of_rows(self, rows: NDArray[np.int64]) -> Fingerprints:
-        """Return a table with the chunks of some rows only."""
-        kept = []
-        for part in self._parts:
-            owners = (part & _ROWS).astype(np.int64)
-            kept.append(part[np.isin(owners, rows)])
-        return Fingerprints(tuple(part for part in kept if len(part)))
-
     @property
     def size_bytes(self) -> int:
         return sum(part.nbytes for part in self._parts)

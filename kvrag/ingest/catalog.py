@@ -8,10 +8,8 @@ generation by one: a reader compares generations to find out whether its copy is
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ from kvrag.errors import IndexFormatError
 from kvrag.ingest import CATALOG_NAME as FILE_NAME
 from kvrag.ingest import schema as s
 from kvrag.ingest.catalogfile import CatalogFile, checked, counted_state
+from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.contexts import SIMILAR, encoded_behind
 from kvrag.ingest.schema import SCHEMA_VERSION
 from kvrag.ingest.words import WordIndex
@@ -40,33 +39,35 @@ class RowWriter:
 
     Parameters
     ----------
-    connection, checksums, path
-        The catalog's connection, what makes its checksums, and its file, which errors name.
+    catalog
+        The catalog's file.
     state
         The state before; it follows what is written.
-    encoding
-        How the index encodes its chunks; None writes what is sound already.
+    config
+        The settings of the index, which say how it encodes its chunks; None writes what is sound
+        already.
     """
 
-    def __init__(
-        self,
-        connection: sqlite3.Connection,
-        checksums: s.Checksums,
-        path: Path,
-        state: s.State,
-        encoding: s.Encoding | None,
-    ) -> None:
-        self._connection = connection
-        self._checksums = checksums
-        self._path = path
+    def __init__(self, catalog: CatalogFile, state: s.State, config: IndexConfig | None) -> None:
+        self._connection = catalog._connection
+        self._checksums = catalog.checksums
+        self._path = catalog.path
         self.state = state
-        self._encoding = encoding
+        self._config = config
+        self._is_similar = config is not None and config.context == SIMILAR
         # With context ``similar``: sources and packed token ids of chunks that went, and of those
         # that came, and ids of the latter whose contexts nothing vouches for.
         self._gone: set[tuple[str, bytes]] = set()
         self._come: set[tuple[str, bytes]] = set()
         self._doubted: set[str] = set()
         self._is_text_unknown = False  # of a chunk that went
+
+    def _all(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._connection.execute(statement, values).fetchall()
+
+    def _insert(self, table: str, columns: str, rows: Iterable[Sequence[Any]]) -> None:
+        marks = ", ".join("?" * len(columns.split(", ")))
+        self._connection.executemany(f"INSERT INTO {table} ({columns}) VALUES ({marks})", rows)
 
     def write(self, change: s.Change) -> int:
         """Write a change; return the single chunks removed."""
@@ -80,26 +81,17 @@ class RowWriter:
                 self._doubt(chunks, change.after)
             self.put_document(source, file, digest, s.pack_json(metadata), chunks)
         for one in change.put_files:
-            self.put_file(one)
+            self.drop_file(one.path)
+            checksum = self._checksums.of("file", astuple(one))
+            self._insert("files", s.FILE_COLUMNS, [(*astuple(one), checksum)])
+            self.state.count_file(checksum, 1)
         if self._is_similar:
             self._give_all(change.encode)
             self._forget(change)
         return num_removed
 
-    def put_file(self, file: s.FileState) -> None:
-        self.drop_file(file.path)
-        values = astuple(file)
-        checksum = self._checksums.of("file", values)
-        self._connection.execute(
-            f"INSERT INTO files ({s.FILE_COLUMNS}) VALUES ({_marks(s.FILE_COLUMNS)})",
-            (*values, checksum),
-        )
-        self.state.count_file(checksum, 1)
-
     def drop_file(self, path: str) -> None:
-        for (checksum,) in self._connection.execute(
-            "DELETE FROM files WHERE path = ? RETURNING seal", (path,)
-        ).fetchall():
+        for (checksum,) in self._all("DELETE FROM files WHERE path = ? RETURNING seal", path):
             self.state.count_file(checksum, -1)
 
     def put_document(
@@ -126,44 +118,22 @@ class RowWriter:
             "DELETE FROM chunks WHERE chunk_id = ?", ((values[1],) for values in chunks)
         )
         whole = self._checksums.whole(parts)
-        self._write_document(s.StoredDocument(source, file, digest, metadata, len(chunks), whole))
-        columns = f"{s.CHUNK_COLUMNS}, kv_key, embedding, vector_seal"
-        self._connection.executemany(
-            f"INSERT INTO chunks ({columns}) VALUES ({_marks(columns)})", chunks
-        )
-        self._connection.executemany("INSERT INTO other_keys VALUES (?, ?, ?)", other_keys)
-
-    def _write_document(self, document: s.StoredDocument) -> None:
-        """Rewrite a document's row; its chunks stay."""
-        for (old,) in self._connection.execute(
-            "SELECT seal FROM documents WHERE source = ?", (document.source,)
-        ).fetchall():
-            self.state.count_document(old, -1)
+        document = s.StoredDocument(source, file, digest, metadata, len(chunks), whole)
         checksum = self._checksums.of("document", document)
-        updates = ", ".join(f"{one} = excluded.{one}" for one in s.DOCUMENT_COLUMNS.split(", ")[1:])
-        self._connection.execute(
-            f"INSERT INTO documents ({s.DOCUMENT_COLUMNS}) VALUES ({_marks(s.DOCUMENT_COLUMNS)}) "
-            f"ON CONFLICT (source) DO UPDATE SET {updates}",
-            (*document, checksum),
-        )
+        self._insert("documents", s.DOCUMENT_COLUMNS, [(*document, checksum)])
         self.state.count_document(checksum, 1)
+        self._insert("chunks", f"{s.CHUNK_COLUMNS}, kv_key, embedding, vector_seal", chunks)
+        self._insert("other_keys", "row, place, kv_key", other_keys)
 
     def drop_document(self, source: str) -> None:
         """Remove a document and all chunks that name it, even those its row does not list."""
         self._forget_file_of(source)
-        decode = self._connection.text_factory
-        self._connection.text_factory = partial(str, encoding="utf-8", errors="replace")
-        try:
-            chunks = self._connection.execute(
-                f"DELETE FROM chunks WHERE source = ? RETURNING {s.CHUNK_COLUMNS}", (source,)
-            ).fetchall()
-        finally:
-            self._connection.text_factory = decode
+        delete = f"DELETE FROM chunks WHERE source = ? RETURNING {s.CHUNK_COLUMNS}"
+        chunks = self._all(delete, source)
         self._note_gone(source, chunks)
         before = self.state.documents
-        for (checksum,) in self._connection.execute(
-            "DELETE FROM documents WHERE source = ? RETURNING seal", (source,)
-        ).fetchall():
+        delete = "DELETE FROM documents WHERE source = ? RETURNING seal"
+        for (checksum,) in self._all(delete, source):
             self.state.count_document(checksum, -1)
         if self.state.documents == before:  # its row is lost, or damaged
             for *_, checksum in chunks:
@@ -171,19 +141,17 @@ class RowWriter:
 
     def _forget_file_of(self, source: str) -> None:
         """Make the next ingestion read a changed document's file again."""
-        for (path,) in self._connection.execute(
-            "SELECT file FROM documents WHERE source = ?", (source,)
-        ).fetchall():
+        for (path,) in self._all("SELECT file FROM documents WHERE source = ?", source):
             if path is not None:
                 self.drop_file(path)
 
     def _next_row(self) -> int:
         # Rows with higher numbers are not ours.
-        numbers = self._connection.execute(
-            "SELECT seq FROM sqlite_sequence WHERE name = 'chunks' AND seq < :last "
-            "UNION ALL SELECT MAX(row) FROM chunks WHERE row < :last",
-            {"last": _LARGEST_ROW},
-        ).fetchall()
+        numbers = self._all(
+            "SELECT seq FROM sqlite_sequence WHERE name = 'chunks' AND seq < ?1 "
+            "UNION ALL SELECT MAX(row) FROM chunks WHERE row < ?1",
+            _LARGEST_ROW,
+        )
         return 1 + max((row for (row,) in numbers if isinstance(row, int)), default=0)
 
     def drop_chunk(self, chunk_id: str) -> int:
@@ -193,22 +161,20 @@ class RowWriter:
         chunk alone, if the store has it.
         """
         select = f"SELECT {s.CHUNK_COLUMNS} FROM chunks WHERE"
-        rows = self._connection.execute(f"{select} chunk_id = ?", (chunk_id,)).fetchall()
+        rows = self._all(f"{select} chunk_id = ?", chunk_id)
         if not rows:
             return 0
         # A damaged row does not say which chunks follow it: remove every trace of it.
         removed = s.sound_chunk(rows[0], self._checksums, self._path)
         source, ordinal = removed.source, removed.ordinal
-        later = self._connection.execute(
-            f"{select} source = ? AND ordinal > ? ORDER BY ordinal", (source, ordinal)
-        ).fetchall()
+        later = self._all(f"{select} source = ? AND ordinal > ? ORDER BY ordinal", source, ordinal)
         sound = [one for one in later if self._checksums.is_right("chunk", one)]
-        gone = [(one[0],) for one in (rows[0], *later) if one not in sound]
-        self._connection.executemany("DELETE FROM chunks WHERE row = ?", gone)
-        self._note_gone(source, [one for one in (rows[0], *later) if one not in sound])
+        gone = [one for one in (rows[0], *later) if one not in sound]
+        self._connection.executemany("DELETE FROM chunks WHERE row = ?", [one[:1] for one in gone])
+        self._note_gone(source, gone)
         behind = (s.sound_chunk(one, self._checksums, self._path) for one in sound)
-        assert self._encoding is not None
-        for chunk in list(encoded_behind(ordinal, behind, self._encoding.context)):
+        assert self._config is not None
+        for chunk in list(encoded_behind(ordinal, behind, self._config.chunk_context)):
             self._give(replace(chunk, contexts=((),)))
         # It no longer matches its digest: adding it again restores it.
         self._sum_up(source, rows[0][-1], is_whole=False)
@@ -219,54 +185,48 @@ class RowWriter:
 
         The checksum is that of a chunk that has changed.
         """
-        parts = [
-            s.joined(*part)
-            for part in self._connection.execute(
-                f"SELECT seal, vector_seal, {s.KEYS} FROM chunks WHERE source = ? ORDER BY ordinal",
-                (source,),
-            ).fetchall()
-        ]
+        select = f"SELECT seal, vector_seal, {s.KEYS} FROM chunks WHERE source = ? ORDER BY ordinal"
+        parts = [s.joined(*part) for part in self._all(select, source)]
         if not parts:
             self.drop_document(source)
             return
         if not is_whole:
             self._forget_file_of(source)
         whole = self._checksums.whole(parts)
-        before = self.state.documents
-        for row in self._connection.execute(
-            f"SELECT {s.DOCUMENT_COLUMNS} FROM documents WHERE source = ?", (source,)
-        ).fetchall():
+        for row in self._all(
+            f"SELECT {s.DOCUMENT_COLUMNS} FROM documents WHERE source = ?", source
+        ):
             if self._checksums.is_right("document", row):
                 one = s.StoredDocument(*row[:-1])._replace(num_chunks=len(parts), chunks=whole)
-                self._write_document(one if is_whole else one._replace(digest=""))
-        if self.state.documents == before:  # its row is lost, or damaged
-            self.state.tell_gone(checksum)
+                one = one if is_whole else one._replace(digest="")
+                new = self._checksums.of("document", one)
+                self._connection.execute(
+                    "UPDATE documents SET digest = ?, num_chunks = ?, chunks = ?, seal = ? "
+                    "WHERE source = ?",
+                    (one.digest, one.num_chunks, whole, new, source),
+                )
+                self.state.count_document(row[-1], -1)
+                self.state.count_document(new, 1)
+                return
+        self.state.tell_gone(checksum)  # its row is lost, or damaged
 
     def _give(self, chunk: Chunk, *, forgets: bool = False) -> None:
         """Record that a stored chunk has other contexts, or lost them; `_sum_up` must follow."""
-        assert self._encoding is not None
-        ((row,),) = self._connection.execute(
-            "SELECT row FROM chunks WHERE chunk_id = ?", (chunk.chunk_id,)
-        ).fetchall()
+        assert self._config is not None
+        ((row,),) = self._all("SELECT row FROM chunks WHERE chunk_id = ?", chunk.chunk_id)
         values = s.pack_chunk(row, chunk)
         if forgets:
             values = values._replace(contexts=s.FORGOTTEN)
-        first, *others = (self._encoding.key_of(one).digest for one in chunk.encodings())
+        first, *others = (self._config.key_of(one).digest for one in chunk.encodings())
         self._connection.execute(
             "UPDATE chunks SET contexts = ?, kv_key = ?, seal = ? WHERE row = ?",
             (values.contexts, first, self._checksums.of("chunk", values), row),
         )
         self._connection.execute("DELETE FROM other_keys WHERE row = ?", (row,))
-        self._connection.executemany(
-            "INSERT INTO other_keys VALUES (?, ?, ?)",
-            [(row, place, key) for place, key in enumerate(others, 1)],
-        )
+        names = [(row, place, key) for place, key in enumerate(others, 1)]
+        self._insert("other_keys", "row, place, kv_key", names)
 
     # -- what was encoded after text that is gone (context ``similar``) -----------------------
-
-    @property
-    def _is_similar(self) -> bool:
-        return self._encoding is not None and self._encoding.context.name == SIMILAR
 
     def _note_gone(self, source: str, rows: Sequence[Sequence[Any]]) -> None:
         """Note chunks that went, by their rows. A damaged one does not say what its text was."""
@@ -278,54 +238,42 @@ class RowWriter:
     def _doubt(self, rows: Sequence[s.ChunkRow], after: Mapping[str, tuple[str, ...]]) -> None:
         """Note the chunks to write whose contexts were kept, and are those of no chunk any more."""
         for row in rows:
-            if row.chunk.contexts[0] and row.chunk.chunk_id not in after:
-                select = "SELECT 1 FROM chunks WHERE kv_key = ?"
-                if not self._connection.execute(select, (row.keys[0].digest,)).fetchall():
-                    self._doubted.add(row.chunk.chunk_id)
+            is_kept = row.chunk.contexts[0] and row.chunk.chunk_id not in after
+            select = "SELECT 1 FROM chunks WHERE kv_key = ?"
+            if is_kept and not self._all(select, row.keys[0].digest):
+                self._doubted.add(row.chunk.chunk_id)
 
     def _forget(self, change: s.Change) -> None:
         """Take their context from the chunks that were encoded after text that is gone."""
         forgetful = self._doubted
+        select = "SELECT 1 FROM chunks WHERE chunk_id = ?"
         standing = set(chain.from_iterable(change.after.values()))
-        missing = standing - self._present(standing)
+        missing = {one for one in standing if not self._all(select, one)}
         forgetful |= {one for one, before in change.after.items() if missing.intersection(before)}
         if gone := self._gone - self._come:
             heads = s.Heads(ids for _, ids in gone)
+            encoded = self._all("SELECT chunk_id, contexts FROM chunks WHERE length(contexts) > 0")
             forgetful |= {
                 chunk_id
-                for chunk_id, contexts in self._connection.execute(
-                    "SELECT chunk_id, contexts FROM chunks WHERE length(contexts) > 0"
-                )
+                for chunk_id, contexts in encoded
                 if self._is_text_unknown or heads.are_in(contexts)
             }
         self._give_all(dict.fromkeys(sorted(forgetful), ((),)), forgets=True)
-
-    def _present(self, chunk_ids: Iterable[str]) -> set[str]:
-        """Return those of some chunks that are there."""
-        select = "SELECT chunk_id FROM chunks WHERE chunk_id = ?"
-        found = (self._connection.execute(select, (one,)).fetchone() for one in chunk_ids)
-        return {one for (one,) in filter(None, found)}
 
     def _give_all(
         self, contexts: Mapping[str, tuple[tuple[int, ...], ...]], *, forgets: bool = False
     ) -> None:
         """Give sound chunks other contexts, by id."""
         changed: dict[str, bytes] = {}
+        select = f"SELECT {s.CHUNK_COLUMNS} FROM chunks WHERE chunk_id = ?"
         for chunk_id, given in contexts.items():
-            for row in self._connection.execute(
-                f"SELECT {s.CHUNK_COLUMNS} FROM chunks WHERE chunk_id = ?", (chunk_id,)
-            ).fetchall():
+            for row in self._all(select, chunk_id):
                 if self._checksums.is_right("chunk", row):
                     chunk = s.sound_chunk(row, self._checksums, self._path)
                     self._give(replace(chunk, contexts=given), forgets=forgets)
                     changed[chunk.source] = row[-1]
         for source, checksum in changed.items():
             self._sum_up(source, checksum)
-
-
-def _marks(columns: str) -> str:
-    """Return a parameter for each column."""
-    return ", ".join("?" * len(columns.split(", ")))
 
 
 # -- the catalog ---------------------------------------------------------------------------------
@@ -337,7 +285,7 @@ _HAS_KEY = "(kv_key = :key OR row IN (SELECT row FROM other_keys WHERE kv_key = 
 class Stored:
     """All rows of a catalog, sound or not."""
 
-    def __init__(self, catalog: CatalogFile) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
     @checked
@@ -451,7 +399,7 @@ class Stored:
         )
 
     @checked
-    def chunk_with(self, key: ChunkKey, key_of: s.KeyOf) -> Chunk:
+    def chunk_with(self, key: ChunkKey) -> Chunk:
         """Return a sound chunk whose KV has a given name, with only the context of that KV;
         `audit` has found one.
         """
@@ -462,7 +410,7 @@ class Stored:
         ):
             if catalog.checksums.is_right("chunk", row):
                 for one in s.sound_chunk(row, catalog.checksums, catalog.path).encodings():
-                    if key_of(one) == key:
+                    if catalog.key_of(one) == key:
                         return one
         raise s.damaged(self._catalog.path, f"no chunk has the KV {key}")
 
@@ -511,8 +459,8 @@ class Catalog(CatalogFile):
 
     Attributes
     ----------
-    encoding
-        How the index encodes its chunks; needed to remove some, and to change them.
+    config
+        The settings of the index, which say how it encodes its chunks.
     documents
         Which documents there are, and the files that they were read from.
     texts
@@ -523,7 +471,7 @@ class Catalog(CatalogFile):
         All rows, sound or not, for upkeep.
     """
 
-    encoding: s.Encoding | None = None
+    config: IndexConfig | None = None
 
     def __init__(
         self, path: Path, *, checksum_key: bytes = b"", cipher_key: bytes | None = None
@@ -548,14 +496,14 @@ class Catalog(CatalogFile):
             self.words.discard()  # first: no text of an encrypted catalog may stay readable
             super().use_next(cipher_key)
 
-    @checked
+    def key_of(self, chunk: Chunk) -> ChunkKey:
+        """Return the name that a chunk's KV must have, the first of several."""
+        assert self.config is not None
+        return self.config.key_of(chunk)
+
     def chunks(self, chunk_ids: Sequence[str]) -> list[Chunk]:
         """Return chunks in the order of the ids; skips unknown and damaged chunks."""
-        wanted = list(dict.fromkeys(chunk_ids))
-        found = {
-            values[1]: self._sound_chunk(values)
-            for values in self.select_in(s.CHUNK_COLUMNS, "chunk_id", wanted)
-        }
+        found = self.find_chunks(chunk_ids)
         return [chunk for chunk_id in chunk_ids if (chunk := found.get(chunk_id)) is not None]
 
     @checked
@@ -694,8 +642,7 @@ class Catalog(CatalogFile):
             When a single chunk to remove differs from what was written.
         """
         with self._transaction() as state:
-            rows = RowWriter(self._connection, self.checksums, self.path, state, self.encoding)
-            return rows.write(change)
+            return RowWriter(self, state, self.config).write(change)
 
     def _sound_chunk(self, values: Sequence[Any]) -> Chunk | None:
         """Return the chunk of a row, or None and a note of the damage."""
@@ -848,11 +795,8 @@ class Texts:
     @checked
     def text_of(self, chunk_id: str) -> str | None:
         """Return a chunk's text, or None if the chunk is unknown or holds no text."""
-        for (text,) in self._catalog.rows(
-            "SELECT text FROM chunks WHERE chunk_id = ?", (chunk_id,)
-        ):
-            return text if isinstance(text, str) else None
-        return None
+        found = self._catalog.rows("SELECT text FROM chunks WHERE chunk_id = ?", (chunk_id,))
+        return next((text for (text,) in found if isinstance(text, str)), None)
 
     @checked
     def each_text(

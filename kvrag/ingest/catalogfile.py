@@ -7,16 +7,15 @@ import functools
 import sqlite3
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
+from kvrag.errors import IndexFormatError, StoreError
 from kvrag.ingest import schema as s
 from kvrag.ingest.config import WORDS_NAME, newer_error
-from kvrag.regularfile import open_regular, require_regular
+from kvrag.regularfile import require_regular
 from kvrag.sqlitefile import (
     FileStamp,
     connect,
@@ -29,8 +28,8 @@ from kvrag.sqlitefile import (
 
 _BATCH = 500  # below SQLite's limit on the parameters of a statement
 _MAX_TRIES = 8  # of a read that another process's writes disturb
-_PAGE_BYTES = 4096
-_PLAIN = b"SQLite format 3\0"
+# What is no UTF-8 becomes other text, and the row's checksum tells it.
+_TEXT = functools.partial(str, encoding="utf-8", errors="replace")
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound="CatalogFile")
@@ -61,7 +60,7 @@ def checked(method: Callable[Concatenate[_T, _P], _R]) -> Callable[Concatenate[_
                     else:
                         if not file._reopen_if_changed():
                             return result
-            except file._sql.Error as error:
+            except (file._sql.Error, OSError) as error:
                 raise catalog_error(file.path, error) from error
             raise StoreError(f"{file.path} changes faster than it can be read; try again later")
 
@@ -111,14 +110,9 @@ class CatalogFile:
                     "the store"
                 )
             require_regular(path)
-            try:
-                self._connect()
-                application = self._connection.execute("PRAGMA application_id").fetchone()[0]
-                version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-            except self._sql.Error:
-                # Only now: closing the file ends all locks on it that this process has (POSIX).
-                check_encryption(path, cipher_key is not None)
-                raise
+            self._connect()
+            application = self._connection.execute("PRAGMA application_id").fetchone()[0]
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         except (self._sql.Error, OSError) as error:
             raise catalog_error(path, error) from error
         if (application, version) != (s.APPLICATION_ID, s.SCHEMA_VERSION):
@@ -182,32 +176,20 @@ class CatalogFile:
             # Another file is in its place: another process has encrypted it.
             with contextlib.suppress(OSError):
                 if self._inode not in (None, self.path.stat().st_ino):
-                    self._reopen()
+                    self._connect()
                     return True
             return False
         if self._stamp == file_stamp(self.path):
             return False
-        self._reopen()
+        self._connect()
         return True
-
-    def _reopen(self) -> None:
-        try:
-            self._connect()
-        except OSError as error:
-            raise catalog_error(self.path, error) from error
-        except self._sql.DatabaseError as error:
-            if not is_damage(error):
-                raise
-            raise IndexFormatError(
-                f"{self.path} was replaced by another file while it was open (encrypted, perhaps, "
-                "or moved to another key); open the index again"
-            ) from error
 
     def _connect(self) -> None:
         """Open the file; close the previous connection only then, so that a failure can retry."""
         inode = self.path.stat().st_ino
         former = getattr(self, "_connection", None)
         self._connection, self._stamp = connect(self.path, self.cipher_key)
+        self._connection.text_factory = _TEXT
         self._inode = inode
         if former is not None:
             former.close()
@@ -272,8 +254,7 @@ class CatalogFile:
         try:
             return self._connection.execute(statement, values).fetchall()
         except self._sql.DatabaseError as error:
-            if self._go_on(error):
-                return self.rows(statement, values)
+            self._note_error(error)
             return []
 
     def select_in(
@@ -287,7 +268,7 @@ class CatalogFile:
             try:
                 yield from self._connection.execute(f"{statement}({marks})", batch).fetchall()
             except self._sql.DatabaseError as error:
-                self._go_on(error)
+                self._note_error(error)
                 for value in batch:
                     yield from self.rows(f"{statement}(?)", (value,))
 
@@ -299,44 +280,30 @@ class CatalogFile:
                 last = values[0]
                 yield values
         except self._sql.DatabaseError as error:
-            self._go_on(error)
-            yield from self.select_in(columns, "row", self._rows_behind(last))
-
-    def _rows_behind(self, last: int) -> Sequence[int]:
-        """Return the row numbers after the one at which reading the table in order failed."""
-        found = self.rows(
-            "SELECT row FROM chunks INDEXED BY chunks_by_source WHERE row > ? ORDER BY row", (last,)
-        )
-        if found:
-            return [row for (row,) in found]
-        highest = self.rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
-        number = highest[0][0] if highest and isinstance(highest[0][0], int) else 0
-        return range(last + 1, min(number, last + 10_000_000) + 1)
+            self._note_error(error)
+            # Those after the one at which reading the table in order failed.
+            highest = self.rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
+            number = highest[0][0] if highest and isinstance(highest[0][0], int) else 0
+            rows = range(last + 1, min(number, last + 10_000_000) + 1)
+            yield from self.select_in(columns, "row", rows)
 
     def readable(self, statement: str) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a statement up to the first unreadable one."""
         try:
             yield from self._connection.execute(statement)
         except self._sql.DatabaseError as error:
-            if self._go_on(error):
-                yield from self._connection.execute(statement)
+            self._note_error(error)
 
-    def _go_on(self, error: sqlite3.DatabaseError) -> bool:
+    def _note_error(self, error: sqlite3.DatabaseError) -> None:
         """Note an error caused by damage and make the connection usable again; raise others.
 
-        After a page fails authentication, SQLCipher refuses all others. Invalid UTF-8 is decoded
-        to other text from now on, and the checksum reveals it: True means that the caller tries
-        again.
+        After a page fails authentication, SQLCipher refuses all others.
         """
         if not is_damage(error):
             raise error
-        if "Could not decode" in str(error) and self._connection.text_factory is str:
-            self._connection.text_factory = _decoded
-            return True
         self.note(str(error))
         if self.cipher_key is not None and self._state_now is None:
             self._connect()
-        return False
 
     def use_next(self, cipher_key: bytes | None) -> None:
         """Continue with the file at `next_path`, whose key may be another, the same, or none."""
@@ -373,7 +340,7 @@ def damage_of(catalog: CatalogFile) -> list[str]:
             catalog._connection.execute(statement)
         rows = catalog._connection.execute("PRAGMA integrity_check(10)").fetchall()
     except catalog._sql.DatabaseError as error:  # too damaged for the check itself
-        catalog._go_on(error)
+        catalog._note_error(error)
         return [str(error)]
     return [str(text) for (text,) in rows if text != "ok"]
 
@@ -429,8 +396,8 @@ def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError
     text = getattr(error, "strerror", None) or str(error)  # the path may say anything
     if is_damage(error):
         return IndexFormatError(
-            f"{path} is damaged or not a catalog ({text}); run 'kvrag verify --repair', and ingest "
-            "again what it cannot mend"
+            f"{path} is damaged, encrypted with another key, or not a catalog ({text}): put the "
+            "right file there, or run 'kvrag verify --repair', and ingest again what it cannot mend"
         )
     if "full" in text:
         text += "; free some space and ingest again, nothing committed so far is lost"
@@ -442,31 +409,6 @@ def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError
 def is_lost(path: Path) -> bool:
     """Return whether there is no catalog, or an empty file in its place."""
     return not path.exists() or (path.is_file() and not path.stat().st_size)
-
-
-def check_encryption(path: Path, is_expected: bool) -> None:
-    """Raise IndexMismatchError if a catalog is encrypted and should not be, or the reverse.
-
-    A damaged catalog may pass: without a key, encrypted bytes are known by their randomness alone.
-    """
-    with open_regular(path) as file:
-        page = file.read(_PAGE_BYTES)
-    if is_expected and page.startswith(_PLAIN):
-        found, expected = "is not encrypted", "is"
-    elif not is_expected and not page.startswith(_PLAIN) and _is_random(page):
-        found, expected = "is encrypted", "is not"
-    else:
-        return
-    raise IndexMismatchError(
-        f"{path} {found}, and index.json beside it says that the index {expected}: one of the two "
-        "files is from another index. Put back the right one; if the catalog is lost, move this "
-        "one away and ingest all documents again. Nothing was changed"
-    )
-
-
-def _is_random(page: bytes) -> bool:
-    """Return whether each byte value is about as frequent as any other."""
-    return len(page) == _PAGE_BYTES and max(Counter(page).values()) < 4 * _PAGE_BYTES // 256
 
 
 def next_path(path: Path) -> Path:
@@ -496,7 +438,3 @@ def finish_placing(path: Path) -> None:
         for end in ("-wal", "-shm"):
             path.with_name(path.name + end).unlink(missing_ok=True)
         ready_path(path).replace(path)
-
-
-def _decoded(raw: bytes) -> str:
-    return raw.decode(errors="replace")

@@ -50,13 +50,20 @@ _DEFAULTS = {
     "trust": INDEX,
     "writer": "",
 }
-# How many hexadecimal digits a field has if it is not empty, and which words a field may hold.
-_HEXADECIMAL = {"profile": 40, "writer": 40, "key_check": 32, "index_id": 32}
+# Which words a field may hold.
 _CHOICES: dict[str, Collection[str]] = {
     "context": DEFAULT_TOKENS,
     "control_tokens": CONTROL_TOKENS,
     "dtype": DTYPE_BYTES,
     "trust": TRUST,
+}
+# Fields that hold hexadecimal digits.
+_DIGITS = {
+    "profile": "([0-9a-f]{40})?",
+    "writer": "([0-9a-f]{40})?",
+    "key_check": "([0-9a-f]{32})?",
+    "index_id": "([0-9a-f]{32})?",
+    "tenant_salt": "([0-9a-f]{2}){1,64}",
 }
 
 
@@ -290,35 +297,22 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
     values = {**_DEFAULTS, **values}
     checked: dict[str, Any] = {}
     for field in fields(IndexConfig):
-        value = values.get(field.name)
-        if field.name == "prefix_ids":
+        name, value = field.name, values.get(field.name)
+        if name == "prefix_ids":
             is_valid = isinstance(value, list) and all(type(item) is int for item in value)
-            value = tuple(value) if isinstance(value, list) else value
         elif field.type == "int":
-            least = 0 if field.name == "context_tokens" else 1
-            is_valid = type(value) is int and value >= least
+            is_valid = type(value) is int and value >= (0 if name == "context_tokens" else 1)
         else:
-            is_valid = isinstance(value, str)
+            is_valid = isinstance(value, str) and value in _CHOICES.get(name, [value])
+            is_valid = is_valid and bool(re.fullmatch(_DIGITS.get(name, "(?s:.*)"), value))
         if not is_valid:
-            raise _foreign(path, f"{field.name!r} is {shown(value)}")
-        checked[field.name] = value
-    for name, length in _HEXADECIMAL.items():
-        if not re.fullmatch(f"([0-9a-f]{{{length}}})?", checked[name]):
-            raise _foreign(path, f"{name!r} is {shown(checked[name])}")
-    for name, known in _CHOICES.items():
-        if checked[name] not in known:
-            raise _foreign(path, f"{name!r} is {shown(checked[name])}")
+            raise _foreign(path, f"{name!r} is {shown(value)}")
+        checked[name] = tuple(value) if name == "prefix_ids" else value
     if checked["compression"] not in (NO_COMPRESSION, TEXT):
         raise IndexFormatError(
             f"{path}: chunks are stored as {shown(checked['compression'])}. {COMPRESSION_GONE}; "
             "ingest the documents into a new index"
         )
-    try:
-        salt = bytes.fromhex(checked["tenant_salt"])
-    except ValueError as error:
-        raise _foreign(path, "'tenant_salt' is not hexadecimal") from error
-    if not 1 <= len(salt) <= 64:
-        raise _foreign(path, "'tenant_salt' is not 1 to 64 bytes")
     return checked
 
 

@@ -276,32 +276,25 @@ def add_contexts(
     limit = context.num_tokens
     if context.name in (NO_CONTEXT, SIMILAR):
         return list(chunks)
-    if context.is_filler:
-        of_corpus = context.name == CORPUS
-        filler = filler_ids(tokenizer, corpus_filler if of_corpus else None, control)
-
-        def contexts_of(number: int) -> tuple[tuple[int, ...], ...]:
-            before = _last(filler, number)
-            # Encoded alone, it is exact where it stands first in a prompt.
-            return (before, ()) if before else (before,)
-
-        return [
-            replace(chunk, contexts=contexts_of(min(limit, room - len(chunk.token_ids))))
-            for chunk in chunks
-        ]
+    text = corpus_filler if context.name == CORPUS else None
+    filler = filler_ids(tokenizer, text, control) if context.is_filler else ()
     found = []
     for number, chunk in enumerate(chunks):
         left = room - len(chunk.token_ids)
-        if context.name == DOCUMENT:
+        contexts: tuple[tuple[int, ...], ...]
+        if context.is_filler:
+            ids = _last(filler, min(limit, left))
+            # Encoded alone, it is exact where it stands first in a prompt.
+            contexts = (ids, ()) if ids else (ids,)
+        elif context.name == DOCUMENT:
             # Each of them has at least one token: more than this many are never needed.
             earlier = chunks[max(0, number - limit) : number]
-            ids = _earlier_ids(earlier, chunk, tokenizer, min(limit, left), control)
-            found.append(replace(chunk, contexts=(ids,)))
-            continue
-        ids = _ids_before(chunks[max(0, number - 1) : number], chunk, tokenizer, control)
-        # A prompt never matches a part of the predecessor.
-        is_useful = 0 < len(ids) <= left
-        found.append(replace(chunk, contexts=((), ids) if is_useful else ((),)))
+            contexts = (_earlier_ids(earlier, chunk, tokenizer, min(limit, left), control),)
+        else:
+            ids = _ids_before(chunks[max(0, number - 1) : number], chunk, tokenizer, control)
+            # A prompt never matches a part of the predecessor.
+            contexts = ((), ids) if 0 < len(ids) <= left else ((),)
+        found.append(replace(chunk, contexts=contexts))
     return found
 
 

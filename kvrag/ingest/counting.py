@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,28 +114,28 @@ class IndexCounters:
 
     def note(self, report: FusionReport) -> None:
         """Count a prompt, and its streaming if there was any."""
-        found: Counts = {("prompts", ()): 1}
-        for kind in ("kept", "exact", "reused", "recomputed", "fresh"):
-            found["tokens", (("kind", kind),)] = getattr(report, f"num_{kind}")
-        found["full_prefills", ()] = int(report.num_outpriced > 0)
-        found["chunks", (("outcome", "loaded"),)] = report.num_chunks
+        found: Counts = {
+            ("prompts", ()): 1,
+            ("full_prefills", ()): int(report.num_outpriced > 0),
+            ("host_decoded", ()): report.num_decoded_by_host,
+        }
+
+        def count(name: str, label: str, amounts: Mapping[str, float]) -> None:
+            found.update({(name, ((label, one),)): amount for one, amount in amounts.items()})
+
+        kinds = ("kept", "exact", "reused", "recomputed", "fresh")
+        count("tokens", "kind", {kind: getattr(report, f"num_{kind}") for kind in kinds})
         num_computed = sum(one.is_computed for one in report.decisions)
-        found["chunks", (("outcome", "computed"),)] = num_computed
-        found["chunks", (("outcome", "made"),)] = int(report.num_made > 0)  # only the first
-        for memory, count in report.hot_chunks.items():
-            found["hot_chunks", (("memory", memory),)] = count
-            found["hot_bytes", (("memory", memory),)] = report.hot_bytes[memory]
-        found["host_decoded", ()] = report.num_decoded_by_host
-        for reason, count in report.misses.items():
-            found["misses", (("reason", reason),)] = count
-        seconds = {**report.seconds, "hidden_load": report.hidden_load_seconds}
-        for stage, took in seconds.items():
-            found["seconds", (("stage", stage),)] = took
+        num_made = int(report.num_made > 0)  # only the first
+        outcomes = {"loaded": report.num_chunks, "computed": num_computed, "made": num_made}
+        count("chunks", "outcome", outcomes)
+        count("hot_chunks", "memory", report.hot_chunks)
+        count("hot_bytes", "memory", report.hot_bytes)
+        count("misses", "reason", report.misses)
+        count("seconds", "stage", {**report.seconds, "hidden_load": report.hidden_load_seconds})
         if report.stream is not None:
-            for level, count in report.stream.levels.items():
-                found["stream_chunks", (("level", level),)] = count
-            outcome = "met" if report.stream.is_met else "late"
-            found["stream_deadlines", (("outcome", outcome),)] = 1
+            count("stream_chunks", "level", report.stream.levels)
+            count("stream_deadlines", "outcome", {"met" if report.stream.is_met else "late": 1})
         with self._lock:
             for what, amount in found.items():
                 if amount:

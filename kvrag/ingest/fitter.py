@@ -147,8 +147,7 @@ class CodecFitter:
 
     def compute(self, key: ChunkKey) -> ChunkKV:
         """Compute the KV of a record with the model."""
-        storage = self._storage
-        return self._encoders.prefill(storage.catalog.stored.chunk_with(key, storage.config.key_of))
+        return self._encoders.prefill(self._storage.catalog.stored.chunk_with(key))
 
     def repair(self, key: ChunkKey) -> None:
         """Compute the KV of a record again, and put it into the store."""
@@ -164,7 +163,7 @@ class CodecFitter:
         Optional records are among them if the store has them.
         """
         storage = self._storage
-        audit = audit_rows(storage.catalog, storage.config.key_of)
+        audit = audit_rows(storage.catalog)
         found = {key: n for key, n in audit.optional.items() if storage.store.contains(key)}
         found |= audit.needed
         return {key: found[key] for key in sorted(found)}

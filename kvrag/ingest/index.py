@@ -252,7 +252,8 @@ class Index(Search):
     @property
     def url(self) -> str | None:
         """The URL of a shared index; None for an index in a folder."""
-        return None if self._storage.log is None else self._storage.log.url
+        url: str | None = getattr(self._storage.log, "url", None)
+        return url
 
     @property
     def name(self) -> str:

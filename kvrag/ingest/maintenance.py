@@ -21,7 +21,7 @@ from kvrag.ingest import schema as s
 from kvrag.ingest.cachefile import ROW_BYTES, vector_stats
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.catalogfile import damage_of, next_path, write_through
-from kvrag.ingest.config import RUNS_NAME, VECTORS_NAME, write_atomically
+from kvrag.ingest.config import KV_FOLDER, RUNS_NAME, VECTORS_NAME, write_atomically
 from kvrag.ingest.contexts import SIMILAR
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.report import (
@@ -36,6 +36,7 @@ from kvrag.ingest.storage import Storage
 from kvrag.recordformat import check_record
 from kvrag.regularfile import open_regular
 from kvrag.store.base import Store, capability, content_of
+from kvrag.store.file import FileStore
 from kvrag.store.tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def verify_records(
         size_bytes=size_bytes,
         problems=tuple(problems),
         num_repaired=num_repaired,
-        catalog_problems=first_of(audit.problems),
+        catalog_problems=(),
         seconds=time.perf_counter() - started,
         num_later=num_later,
     )
@@ -332,19 +333,21 @@ def copy_records(
     return MoveReport(target.url, num_records, size_bytes, num_present, num_lost, 0)
 
 
-def clear_left(left: Store, store: Store, needed: Collection[str]) -> tuple[int, int]:
-    """Remove all but the needed records from a store that the index has left.
+def clear_left(storage: Storage, needed: Collection[str]) -> tuple[int, int]:
+    """Remove what the store has too, or nobody needs, from the folder that the index has left.
 
-    Returns
-    -------
-    (int, int)
-        Their number and bytes; 0 if both stores are one.
+    Returns the number of these records, and their bytes.
     """
-    if is_same_store(left, store):
+    folder = storage.path / KV_FOLDER
+    if not storage.config.store or not folder.is_dir():
         return 0, 0
-    found = remove_others(left, needed)
-    left.collect_garbage()
-    return found
+    with contextlib.closing(FileStore(folder)) as left:
+        if is_same_store(left, storage.store):
+            return 0, 0
+        lost = {one for one in needed if not storage.store.contains(ChunkKey(one))}
+        found = remove_others(left, lost)
+        left.collect_garbage()  # reclaims their space
+        return found
 
 
 def is_same_store(one: Store, other: Store) -> bool:
@@ -521,23 +524,17 @@ class Held:
 
 def audit_catalog(storage: Storage) -> Audit:
     """Check the whole catalog: SQLite's own check, then every row."""
-    found = audit_rows(storage.catalog, storage.config.key_of)
+    found = audit_rows(storage.catalog)
     found.problems[:0] = damage_of(storage.catalog)
     return found
 
 
-def audit_rows(catalog: Catalog, key_of: s.KeyOf) -> Audit:
-    """Compare every row with its checksum, and the tables with each other.
-
-    Parameters
-    ----------
-    key_of
-        Returns the name that a chunk's KV must have, the first of several.
-    """
+def audit_rows(catalog: Catalog) -> Audit:
+    """Compare every row with its checksum, and the tables with each other."""
     found = Audit()
     parts: dict[Any, list[tuple[str, bytes]]] = {}
     with catalog.reading():
-        of_chunks = list(_audit_chunks(catalog, key_of, found, parts))
+        of_chunks = list(_audit_chunks(catalog, found, parts))
         found.problems += _audit_state(catalog, found)
         found.problems += of_chunks
         found.problems += _audit_documents(catalog, parts)
@@ -548,7 +545,7 @@ def audit_rows(catalog: Catalog, key_of: s.KeyOf) -> Audit:
 
 
 def _audit_chunks(
-    catalog: Catalog, key_of: s.KeyOf, found: Audit, parts: dict[Any, list[tuple[str, bytes]]]
+    catalog: Catalog, found: Audit, parts: dict[Any, list[tuple[str, bytes]]]
 ) -> Iterator[str]:
     stored: set[ChunkKey] = set()
     for one in catalog.stored.chunks():
@@ -561,7 +558,7 @@ def _audit_chunks(
         if one.chunk is None:
             yield f"{place}: it is not what was written"
             continue
-        keys = {key_of(each): each.contexts[0] for each in one.chunk.encodings()}
+        keys = {catalog.key_of(each): each.contexts[0] for each in one.chunk.encodings()}
         expected = " ".join(key.digest for key in keys)
         for key, context_ids in keys.items():
             is_optional = one.chunk.is_optional(context_ids)
@@ -617,20 +614,14 @@ def mend_catalog(storage: Storage, encoders: Encoders) -> list[str]:
         from kvrag.ingest.companions import separator_ids
 
         separator = separator_ids(encoders.tokenizer)
-    paths = salvage(
-        storage.catalog,
-        storage.config.key_of,
-        lambda text: encoders.embedding.embed_windows([text])[0],
-        separator,
-    )
+    embed: Embed = lambda text: encoders.embedding.embed_windows([text])[0]  # noqa: E731
+    paths = salvage(storage.catalog, embed, separator)
     # It may have been made from damaged tokens.
     (storage.path / RUNS_NAME).unlink(missing_ok=True)
     return [path for path in paths if Path(path).is_file()]
 
 
-def salvage(
-    catalog: Catalog, key_of: s.KeyOf, embed: Embed, separator: tuple[int, ...] | None = None
-) -> list[str]:
+def salvage(catalog: Catalog, embed: Embed, separator: tuple[int, ...] | None = None) -> list[str]:
     """Replace a catalog by one with its sound content; return the files to read again.
 
     Vectors are computed again from their text, names of KV from their tokens. A chunk with other
@@ -639,8 +630,6 @@ def salvage(
 
     Parameters
     ----------
-    key_of
-        Returns the name that a chunk's KV must have, the first of several.
     embed
         Returns the vectors ``[num_windows, dim]`` of a text.
     separator
@@ -662,9 +651,10 @@ def salvage(
             generation=time.time_ns() if state is None else state.generation,
         )
         with contextlib.closing(empty) as fresh, catalog.reading():
-            paths = _Salvage(catalog, fresh, key_of, embed).run()
+            paths = _copy_sound(catalog, fresh, embed)
             if separator is not None:
-                _forget_lost(fresh, catalog.encoding, separator)
+                fresh.config = catalog.config
+                _forget_lost(fresh, separator)
             write_through(fresh)
         temporary.replace(next_path(catalog.path))
     finally:
@@ -674,84 +664,66 @@ def salvage(
     return paths
 
 
-def _forget_lost(fresh: Catalog, encoding: s.Encoding | None, separator: tuple[int, ...]) -> None:
+def _forget_lost(fresh: Catalog, separator: tuple[int, ...]) -> None:
     """Take their context from chunks that were encoded after text that a catalog does not hold."""
     chunks = [one.chunk for one in fresh.stored.chunks() if one.chunk is not None]
     texts = s.Texts((one.token_ids for one in chunks), separator)
-    fresh.encoding = encoding
     lost = [one.chunk_id for one in chunks if not texts.are_all_of(one.contexts[0])]
     fresh.write(s.Change(encode=dict.fromkeys(lost, ((),))))
 
 
-class _Salvage:
-    """Writes what is sound in one catalog to another, an empty one."""
-
-    def __init__(self, catalog: Catalog, fresh: Catalog, key_of: s.KeyOf, embed: Embed) -> None:
-        self._catalog = catalog
-        self._fresh = fresh
-        self._key_of = key_of
-        self._embed = embed
-
-    def run(self) -> list[str]:
-        """Do it; return the files to read again."""
-        catalog = self._catalog
-        state, counted = catalog.stored.state()
-        rows_of = catalog.stored.rows()
-        documents = {
-            one.source: one for one, is_right in catalog.stored.documents(rows_of) if is_right
-        }
-        files = catalog.stored.files()
-        known = {one.path: one for one, is_right in files if is_right}
-        # Otherwise something is missing, and nothing says what.
-        is_complete = state == counted and not damage_of(catalog) and len(known) == len(files)
-        again: set[str] = set()
-        change = s.Change()
-        for source in dict.fromkeys([*rows_of, *documents]):
-            document = documents.get(source)
-            chunks, is_whole = self._chunks_of(rows_of.get(source, []), document)
-            if document is not None and document.file is not None and not is_whole:
+def _copy_sound(catalog: Catalog, fresh: Catalog, embed: Embed) -> list[str]:
+    """Write what is sound in a catalog to another, an empty one; return the files to read again."""
+    state, counted = catalog.stored.state()
+    rows_of = catalog.stored.rows()
+    documents = {one.source: one for one, is_right in catalog.stored.documents(rows_of) if is_right}
+    files = catalog.stored.files()
+    known = {one.path: one for one, is_right in files if is_right}
+    # Otherwise something is missing, and nothing says what.
+    is_complete = state == counted and not damage_of(catalog) and len(known) == len(files)
+    again: set[str] = set()
+    change = s.Change()
+    for source in dict.fromkeys([*rows_of, *documents]):
+        document = documents.get(source)
+        chunks, checksum = _sound_rows(catalog, rows_of.get(source, []), embed)
+        if document is not None:
+            is_whole = (len(chunks), checksum) == (document.num_chunks, document.chunks)
+            if document.file is not None and not is_whole:
                 again.add(document.file)
-            # Only a document's row says for certain which file it is of.
-            is_complete = is_complete and document is not None
-            if document is not None and (chunks or is_whole):
+            if chunks or is_whole:
                 digest, metadata = document.digest if is_whole else "", document.metadata
                 change.put.append((source, document.file, digest, s.unpack_json(metadata), chunks))
-            elif chunks:
-                change.put.append((source, None, "", _metadata_of(chunks[0].chunk), chunks))
-            if sum(len(rows) for *_, rows in change.put) >= _BATCH:
-                self._fresh.write(change)
-                change = s.Change()
-        if is_complete:
-            change.put_files = [one for path, one in known.items() if path not in again]
-        self._fresh.write(change)
-        return sorted(again if is_complete else known)
-
-    def _chunks_of(
-        self, rows: Sequence[int], document: s.StoredDocument | None
-    ) -> tuple[list[s.ChunkRow], bool]:
-        """Return the sound chunks of a document, and whether they are all that it had."""
-        found = [row for one in self._catalog.stored.chunks(rows) for row in self._sound(one)]
-        found.sort(key=lambda one: one[0].chunk.ordinal)
-        chunks, parts = [row for row, _ in found], [part for _, part in found]
-        if document is None:
-            return chunks, False
-        checksum = self._catalog.checksums.whole(parts)
-        return chunks, (len(parts), checksum) == (document.num_chunks, document.chunks)
-
-    def _sound(self, one: s.StoredChunk) -> Iterator[tuple[s.ChunkRow, bytes]]:
-        """Yield a chunk to write, and what it contributes to its document, if it is sound."""
-        import numpy as np
-
-        chunk = one.chunk
-        if chunk is None:
-            return
-        keys = [self._key_of(each) for each in chunk.encodings()]
-        names = " ".join(key.digest for key in keys)
-        if one.embedding is None:
-            vectors = np.asarray(self._embed(chunk.text), np.float32)
         else:
-            vectors = np.frombuffer(one.embedding, "<f4")
-        yield s.ChunkRow(chunk, keys, vectors), _part(one, names)
+            is_complete = False  # only a document's row says for certain which file it is of
+            if chunks:
+                change.put.append((source, None, "", _metadata_of(chunks[0].chunk), chunks))
+        if sum(len(rows) for *_, rows in change.put) >= _BATCH:
+            fresh.write(change)
+            change = s.Change()
+    if is_complete:
+        change.put_files = [one for path, one in known.items() if path not in again]
+    fresh.write(change)
+    return sorted(again if is_complete else known)
+
+
+def _sound_rows(
+    catalog: Catalog, rows: Sequence[int], embed: Embed
+) -> tuple[list[s.ChunkRow], bytes]:
+    """Return the sound chunks of some rows, to write, and their documents' checksum of them."""
+    import numpy as np
+
+    found: list[tuple[s.ChunkRow, bytes]] = []
+    for one in catalog.stored.chunks(rows):
+        if one.chunk is not None:
+            keys = [catalog.key_of(each) for each in one.chunk.encodings()]
+            if one.embedding is None:
+                vectors = np.asarray(embed(one.chunk.text), np.float32)
+            else:
+                vectors = np.frombuffer(one.embedding, "<f4")
+            part = _part(one, " ".join(key.digest for key in keys))
+            found.append((s.ChunkRow(one.chunk, keys, vectors), part))
+    found.sort(key=lambda each: each[0].chunk.ordinal)
+    return [row for row, _ in found], catalog.checksums.whole(part for _, part in found)
 
 
 def _part(one: s.StoredChunk, keys: Any) -> bytes:

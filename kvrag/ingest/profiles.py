@@ -12,13 +12,13 @@ import re
 import threading
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from kvrag import arguments
 from kvrag.errors import IndexFormatError, ParameterError, ProfileError
 from kvrag.ingest.config import write_atomically
 from kvrag.ingest.contexts import FILLER, SIMILAR, Context
-from kvrag.regularfile import open_regular, read_regular
+from kvrag.regularfile import read_regular
 from kvrag.store.file import store_errors
 
 if TYPE_CHECKING:
@@ -112,13 +112,7 @@ def read_profile(path: Path, expected_hash: str | None = None) -> Profile:
     from kvrag.codec.profile import MAX_PROFILE_BYTES, Profile
 
     try:
-        size = path.stat().st_size
-        if size > MAX_PROFILE_BYTES:
-            raise ProfileError(
-                f"{path}: a codec profile has at most {MAX_PROFILE_BYTES} bytes, found {size}"
-            )
-        with open_regular(path) as file:
-            content = file.read()
+        content = read_regular(path, MAX_PROFILE_BYTES)
     except OSError as error:
         raise ProfileError(
             f"cannot read the codec profile {path}: {error.strerror or error}; put it back, or "
@@ -157,9 +151,8 @@ def adapter_of(content: bytes, place: Path, model: KVModel) -> RowAdapter:
     """Return a file's adapter on a model's device. Raises LinksError."""
     from kvrag.fusion.links import LinkTokens
 
-    adapter: Any = LinkTokens.from_bytes(content, place, is_writer=True).on(model).adapter
-    found: RowAdapter = adapter
-    return found
+    adapter = LinkTokens.from_bytes(content, place, is_writer=True).on(model).adapter
+    return cast("RowAdapter", adapter)
 
 
 def kept_in(folder: Path, fingerprint: str) -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,13 +218,6 @@ class Table:
         """Return whether it has the chunks that the catalog has up to its last row."""
         return bool(np.isin(marks[rows <= self.last_row], self.marks).all())
 
-    def without_removed(self, rows: NDArray[np.int64], marks: Marks) -> Table:
-        """Return the table with the fingerprints of the catalog's present chunks alone."""
-        if len(self.marks) == np.count_nonzero(rows <= self.last_row):
-            return self
-        kept = self.fingerprints.of_rows(rows)
-        return Table(kept, self.last_row, marks[rows <= self.last_row], self.version)
-
 
 def load_table(catalog: Catalog) -> Table:
     """Return the table on disk; an empty one if there is none that fits the catalog."""
@@ -250,21 +242,14 @@ def keep_table(catalog: Catalog, table: Table) -> None:
 
 
 def forget_removed(catalog: Catalog) -> None:
-    """Take the fingerprints of removed chunks out of the file, if there is one."""
-    path = _path(catalog)
-    if not path.exists():
-        return
-    table = _read(catalog)
-    places = catalog.texts.marks()
-    if table is None or not table.covers(*places):
-        with contextlib.suppress(OSError):
-            path.unlink()
-    elif (kept := table.without_removed(*places)) is not table:
-        keep_table(catalog, kept)
-
-
-def _path(catalog: Catalog) -> Path:
-    return catalog.path.with_name(FILE_NAME)
+    """Remove the file if fingerprints of removed chunks are in it: the next prompt makes it."""
+    path = catalog.path.with_name(FILE_NAME)
+    if path.exists():
+        table = _read(catalog)
+        rows, marks = catalog.texts.marks()
+        if table is None or set(table.marks) != set(marks[rows <= table.last_row]):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _read(catalog: Catalog) -> Table | None:

@@ -32,7 +32,7 @@ import xxhash
 from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, ContextIds
 from kvrag.errors import IndexFormatError
-from kvrag.ingest.contexts import LEAST_TOKENS, Context
+from kvrag.ingest.contexts import LEAST_TOKENS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,22 +185,6 @@ class StoredChunk:
     chunk: Chunk | None
     checksums: bytes
     embedding: bytes | None
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """How an index encodes its chunks.
-
-    Attributes
-    ----------
-    key_of
-        Returns the name that a chunk's KV must have, the first of several.
-    context
-        What chunks are encoded after.
-    """
-
-    key_of: KeyOf
-    context: Context
 
 
 @dataclass

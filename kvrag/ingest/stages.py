@@ -92,7 +92,7 @@ class Run:
     dry_run
         Only count; write nothing.
     on_progress
-        Receives the progress; None if nobody does.
+        Receives the progress.
     mend
         Mends the catalog if planning has found damage; returns whether it did, and everything must
         be planned again.
@@ -108,7 +108,7 @@ class Run:
     config: IndexConfig
     force: bool = False
     dry_run: bool = False
-    on_progress: Callable[[IngestProgress], None] | None = None
+    on_progress: Callable[[IngestProgress], None] = lambda _: None
     mend: Callable[[], bool] = lambda: False
     outcome: Outcome = field(default_factory=Outcome)
 

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvrag.chunk import ChunkKey
 from kvrag.errors import IndexClosedError
 from kvrag.ingest import cachefile, profiles
 from kvrag.ingest.catalog import Catalog
 from kvrag.ingest.config import IndexConfig
 from kvrag.ingest.counting import IndexCounters
 from kvrag.ingest.profiles import ProfileFolder
-from kvrag.ingest.report import GcReport
-from kvrag.ingest.schema import Change, Encoding
+from kvrag.ingest.schema import Change
 from kvrag.process import OfProcess
 from kvrag.store.base import Store, tiers_of
 
@@ -49,7 +47,8 @@ class Storage(OfProcess):
     lost
         Why an empty catalog replaces the index's own; "" if it does not.
     log
-        The log of a shared index, whose view the folder is; None for other indexes.
+        The log of a shared index (`kvrag.ingest.shared.log.SharedLog`), whose view the folder is;
+        None for other indexes.
     """
 
     _kind = "Index"
@@ -62,12 +61,12 @@ class Storage(OfProcess):
         self.store = store
         self.counters = IndexCounters(path, lambda: self.store.counts())
         self.lost = lost
-        self.log: ChangeLog | None = None
+        self.log: Any = None
         self._catalog = catalog
         self._is_closed = False
         self._is_damage_told = False
         catalog.on_damage = self._note_damage
-        catalog.encoding = Encoding(config.key_of, config.chunk_context)
+        catalog.config = config
 
     def close(self) -> None:
         """Close the catalog and the store, and write the counts to the index folder."""
@@ -96,12 +95,15 @@ class Storage(OfProcess):
 
     def apply(self, change: Change) -> int:
         """Write a change to the catalog, or to a shared index's log; as `Catalog.write`."""
-        return self.catalog.write(change) if self.log is None else self.log.commit(change)
+        write = self.catalog.write if self.log is None else self.log.commit
+        num_removed: int = write(change)
+        return num_removed
 
     def refresh(self) -> int:
         """Bring the view of a shared index up to date; return the catalog's generation."""
         self.require_open()
-        return self.catalog.version()[0] if self.log is None else self.log.refresh()
+        found: int = self.catalog.version()[0] if self.log is None else self.log.refresh()
+        return found
 
     def refresh_vectors(self) -> None:
         """Bring a graph of the vectors up to date, or make it if there are many of them now.
@@ -148,7 +150,7 @@ class Storage(OfProcess):
     # -- changes; the caller holds the writer's lock -----------------------------------------
 
     def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
-        """Record some settings, and use them from now on; `codec` as in `ChangeLog.save_config`."""
+        """Record some settings, and use them from now on; `codec` as in `SharedLog.save_config`."""
         config = replace(self.config, **changes)
         if self.log is None:
             config.save(self.path)
@@ -181,64 +183,6 @@ class Storage(OfProcess):
                 "'kvrag ingest' mends it)",
                 what,
             )
-
-
-class ChangeLog(Protocol):
-    """The log of a shared index (`kvrag.ingest.shared.log`), as the rest of the index sees it.
-
-    Attributes
-    ----------
-    url
-        The index's URL, with its options.
-    """
-
-    url: str
-
-    def owns(self, store: str) -> bool:
-        """Return whether the store of records with a URL is this index's alone."""
-
-    def begin(self) -> None:
-        """Say that an ingestion begins, which will rely on records that it finds in the store."""
-
-    def in_doubt(self) -> set[ChunkKey]:
-        """Return the records of committed chunks that a `gc` meanwhile may have removed.
-
-        The caller takes out those that it has looked for.
-        """
-
-    def commit(self, change: Change) -> int:
-        """Write a change to the log, and carry it out here; return the single chunks removed."""
-
-    def save_config(self, changes: Mapping[str, Any], codec: str | None = None) -> None:
-        """Record some settings, unless another codec than the given one was chosen meanwhile."""
-
-    def refresh(self) -> int:
-        """Bring this machine's view up to date; return its version."""
-
-    def rebuild(self) -> None:
-        """Replace this machine's view by what the log says."""
-
-    def compact(self, *, is_forced: bool) -> None:
-        """Publish a whole catalog, if that is due or forced."""
-
-    def damage(self) -> list[str]:
-        """Return what is wrong with the segments that the newest version names."""
-
-    def mend(self) -> None:
-        """Publish all that the newest version names again, from this machine's view."""
-
-    def collect_garbage(
-        self,
-        needed: Callable[[], Collection[str]],
-        restore: Callable[[str], None],
-        grace_seconds: float,
-        *,
-        all_records: bool,
-    ) -> GcReport:
-        """Remove records and segments that no version has needed for `grace_seconds`."""
-
-    def close(self) -> None:
-        """Close the stores of the log."""
 
 
 class Follower:

@@ -7,7 +7,7 @@ import errno
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,12 +34,13 @@ from kvrag.ingest.storage import Storage
 from kvrag.ingest.writer import Writer
 from kvrag.regularfile import read_regular
 from kvrag.store.base import Store
-from kvrag.store.file import FileStore, store_errors
+from kvrag.store.file import store_errors
 from kvrag.store.registry import open_store, without_password
 
 if TYPE_CHECKING:
+    from kvrag.codec.base import Codec
+    from kvrag.codec.profile import Profile
     from kvrag.fusion.controller import Calibration
-
 
 CALIBRATION_NAME = "calibration.json"
 
@@ -99,11 +100,6 @@ def check_can_keep(folder: Path) -> None:
 GRACE_SECONDS = 86_400.0
 """How long a shared index keeps what its newest version does not need."""
 
-if TYPE_CHECKING:
-    from kvrag.codec.base import Codec
-    from kvrag.codec.profile import Profile
-    from kvrag.fusion.controller import Calibration
-
 
 class Upkeep:
     """Looks after the stored content of one index; see `Index.upkeep`.
@@ -142,18 +138,8 @@ class Upkeep:
             Called with the number of records read so far, and the number to read.
         """
         arguments.flag(repair, "repair")
-        storage = self._storage
-        with writer_lock(storage.path) if repair else contextlib.nullcontext():
-            report = self._verify(repair, on_progress)
-            if problem := calibration_problem(storage, repair=repair):
-                lost = "the measurements for 'auto' are set aside; run 'kvrag calibrate' again"
-                report = replace(
-                    report,
-                    catalog_problems=(*report.catalog_problems, problem),
-                    not_healed=(*report.not_healed, *([lost] if repair else [])),
-                    is_healed=repair and (report.is_healed or not report.catalog_problems),
-                )
-            return report
+        with writer_lock(self._storage.path) if repair else contextlib.nullcontext():
+            return self._verify(repair, on_progress)
 
     def fit_profile(
         self,
@@ -295,13 +281,9 @@ class Upkeep:
             try:
                 check_lasting(target)
                 needed = {ChunkKey(one) for one in self._needed_keys()}
-                optional = m.audit_rows(storage.catalog, storage.config.key_of).optional
+                optional = m.audit_rows(storage.catalog).optional
                 report = m.copy_records(needed, storage.store, target, on_progress, optional)
-                own = f"file:{storage.path / KV_FOLDER}"
-                url = "" if target.url == own else target.url
-                left = self._left_by_moving(own, report.num_lost) if url else None
-                if left is not None and m.is_same_store(left, target):
-                    left = None
+                url = "" if target.url == f"file:{storage.path / KV_FOLDER}" else target.url
                 config = replace(storage.config, store=url, key_check=key_check(target))
                 _use_key_of(target, storage, config)
             except BaseException:
@@ -311,13 +293,8 @@ class Upkeep:
                 for guest in list(self.guests):
                     stack.enter_context(guest.leaving())
                 source, storage.store = storage.store, target
-            num_removed = 0
-            if left is not None:
-                num_removed = sum(map(left.delete, needed))
-                m.remove_others(left, ())  # nobody needs them there
-                left.collect_garbage()  # reclaims their space
-                left.close()
             source.close()
+            num_removed, _ = m.clear_left(storage, {key.digest for key in needed})
             return replace(report, store=without_password(report.store), num_removed=num_removed)
 
     def gc(self, *, delete_shared: bool = False, grace_seconds: float = GRACE_SECONDS) -> GcReport:
@@ -341,19 +318,22 @@ class Upkeep:
             storage.reload_codec()
             if storage.log is not None:
                 storage.log.compact(is_forced=True)
-                return storage.log.collect_garbage(
-                    self._needed_keys,
-                    self._restore,
-                    grace_seconds,
-                    all_records=delete_shared or storage.log.owns(storage.config.store),
+                all_records = delete_shared or storage.log.owns(storage.config.store)
+                of_log: GcReport = storage.log.collect_garbage(
+                    self._needed_keys, self._restore, grace_seconds, all_records=all_records
                 )
+                return of_log
             needed = self._needed_keys()
             keeps_unknown = bool(storage.config.store) and not delete_shared
             report = m.collect_garbage(storage, needed, keeps_unknown=keeps_unknown)
-            if storage.config.store:
-                report = self._tidy_left(report, needed)
+            # What processes left there that were killed after a move.
+            num_records, size_bytes = m.clear_left(storage, needed)
             storage.refresh_vectors()
-            return report
+            return replace(
+                report,
+                num_records=report.num_records + num_records,
+                size_bytes=report.size_bytes + size_bytes,
+            )
 
     def keep_calibration(self, calibration: Calibration) -> None:
         """Store a calibration in place of the old one.
@@ -378,75 +358,54 @@ class Upkeep:
         storage = self._storage
         storage.refresh()
         storage.reload_codec()
+        log, words = storage.log, storage.catalog.words
         audit = m.audit_catalog(storage)
         found = audit.problems
-        of_store = [] if storage.log is None else storage.log.damage()
-        not_healed: tuple[str, ...] = ()
+        of_store = [] if log is None else log.damage()
+        lost: list[str] = []
         if repair:
             self._fitter.replace_lost_profile()
             if found:
                 before = m.held_by(storage, audit)
-                paths = m.mend_catalog(storage, self._encoders)
-                failed = self._writer.read_again(paths).failed
-                not_healed = (
-                    *m.lost_since(before, storage),
-                    *(f"{one.source}: {one.reason}" for one in failed),
-                )
+                failed = self._writer.read_again(m.mend_catalog(storage, self._encoders)).failed
+                lost += m.lost_since(before, storage)
+                lost += [f"{one.source}: {one.reason}" for one in failed]
                 audit = m.audit_catalog(storage)
-            if storage.log is not None and of_store and not audit.problems:
-                storage.log.mend()
+            if log is not None and of_store and not audit.problems:
+                log.mend()
         report = m.verify_records(
             storage, audit, self._fitter.repair if repair else None, on_progress
         )
-        is_mended = repair and (storage.log is None or not storage.log.damage())
-        report = replace(report, store_problems=m.first_of(of_store), is_store_mended=is_mended)
-        words = storage.catalog.words
-        if not report.catalog_problems and (damage := words.damage()):
+        if not found and (damage := words.damage()):
+            found = [damage]
             if repair:
                 words.discard()  # the next search makes it again
-            report = replace(report, catalog_problems=(damage,), is_healed=repair)
         if storage.lost:
             found = [storage.lost, *found]
-            not_healed = ("all documents are lost; ingest all of them again", *not_healed)
-        elif not repair or not found:
-            return replace(report, not_healed=not_healed)
+            lost.insert(0, "all documents are lost; ingest all of them again")
+        told = m.first_of(found)
+        if problem := calibration_problem(storage, repair=repair):
+            told = (*told, problem)
+            if repair:
+                lost.append(
+                    "the measurements for 'auto' are set aside; run 'kvrag calibrate' again"
+                )
         return replace(
             report,
-            catalog_problems=m.first_of(found),
-            not_healed=not_healed,
-            is_healed=not audit.problems,
+            catalog_problems=told,
+            not_healed=tuple(lost),
+            is_healed=repair and bool(told) and not audit.problems,
+            store_problems=m.first_of(of_store),
+            is_store_mended=repair and (log is None or not log.damage()),
         )
 
     def _needed_keys(self) -> set[str]:
         """Return the names of all needed KV: those in rows, and those that rows should have."""
         catalog = self._storage.catalog
         noted = set(filter(is_key, catalog.stored.keys()))
-        audit = m.audit_rows(catalog, self._storage.config.key_of)
+        audit = m.audit_rows(catalog)
         must_be = {key.digest for key in (*audit.needed, *audit.optional)}
         return noted | must_be | m.kept_keys(self._storage.path).keys()
-
-    def _left_by_moving(self, own: str, num_lost: int) -> Store | None:
-        """Return the store in the index folder if its records are not needed any more."""
-        storage = self._storage
-        if not storage.config.store:
-            # Not the store that this object opened: it may differ from the recorded one.
-            return storage.store if storage.store.url == own else None
-        # A move was killed while it removed records: the last copies of lost ones stay.
-        is_left = not num_lost and (storage.path / KV_FOLDER).is_dir()
-        return FileStore(storage.path / KV_FOLDER) if is_left else None
-
-    def _tidy_left(self, report: GcReport, needed: Collection[str]) -> GcReport:
-        """Remove what processes that were killed after a move have left in the index's folder."""
-        left = self._left_by_moving(f"file:{self._storage.path / KV_FOLDER}", 0)
-        if left is None:
-            return report
-        with contextlib.closing(left):
-            num_records, size_bytes = m.clear_left(left, self._storage.store, needed)
-        return replace(
-            report,
-            num_records=report.num_records + num_records,
-            size_bytes=report.size_bytes + size_bytes,
-        )
 
     def _restore(self, digest: str) -> None:
         with contextlib.suppress(IndexFormatError):  # it is not needed any more

@@ -76,9 +76,8 @@ class Writer:
         sources = gather(paths_or_documents, storage.path, parser.suffixes)
         lock_taken = contextlib.nullcontext() if dry_run else writer_lock(storage.path)
         with parser, lock_taken:
-            run = replace(
-                self._run_of(sources, parser), force=force, dry_run=dry_run, on_progress=on_progress
-            )
+            run = replace(self._run_of(sources, parser), force=force, dry_run=dry_run)
+            run = replace(run, on_progress=on_progress or run.on_progress)
             try:
                 return self._add(run, runner or run_here)
             except BaseException:
@@ -168,9 +167,8 @@ class Writer:
             said += lost_since(before, storage, len(plan.removed))
 
         def say(doing: str) -> None:
-            if run.on_progress is not None:
-                num = len(plan.documents)
-                run.on_progress(IngestProgress("profile", num, num, doing=doing))
+            num = len(plan.documents)
+            run.on_progress(IngestProgress("profile", num, num, doing=doing))
 
         if not storage.config.has_kv and plan.num_chunks:
             said.append("chunks are stored without KV: their model computes each prompt as a whole")
@@ -270,17 +268,11 @@ def _plan(run: Run) -> Plan:
     num_inputs = len(sources.files) + len(sources.documents)
 
     def report(num_done: int) -> None:
-        if run.on_progress is not None:
-            seconds = time.perf_counter() - started
-            run.on_progress(
-                IngestProgress(
-                    stage="read",
-                    num_documents_done=num_done,
-                    num_documents=num_inputs,
-                    seconds=seconds,
-                    eta_seconds=seconds * (num_inputs - num_done) / num_done,
-                )
-            )
+        seconds = time.perf_counter() - started
+        eta = seconds * (num_inputs - num_done) / num_done
+        run.on_progress(
+            IngestProgress("read", num_done, num_inputs, seconds=seconds, eta_seconds=eta)
+        )
 
     def missing_key(chunk: Chunk) -> str | None:
         key = storage.config.key_of(chunk)
@@ -394,27 +386,20 @@ class _Computing:
         """Queue records; return the reasons for those that cannot be made."""
         maker = self._maker
         if missing and (maker.codec is None or self._run.storage.coding.needs_profile):
-            maker.codec = self._run.codec_for([one for _, one in missing], self._report_profile)
+            say = partial(self._report, "profile")
+            maker.codec = self._run.codec_for([one for _, one in missing], say)
         bad: dict[ChunkKey, str] = {}
         for key, chunk in missing:
             if maker.make(key, chunk, writer, bad):
                 self._report()
         return bad
 
-    def _report_profile(self, doing: str) -> None:
-        if self._run.on_progress is not None:
-            self._run.on_progress(replace(self._progress("profile"), doing=doing))
-
-    def _report(self) -> None:
-        if self._run.on_progress is not None:
-            self._run.on_progress(self._progress("compute"))
-
-    def _progress(self, stage: str) -> IngestProgress:
+    def _report(self, stage: str = "compute", doing: str = "") -> None:
         seconds = time.perf_counter() - self._started
         done = self._run.outcome.num_tokens_computed
         # Texts of a failed document may be stored already, or another document's too.
         total = max(done, self._num_tokens)
-        return IngestProgress(
+        progress = IngestProgress(
             stage=stage,
             num_documents_done=self._num_documents_done,
             num_documents=len(self._plan.documents),
@@ -425,4 +410,6 @@ class _Computing:
             seconds=seconds,
             tokens_per_second=done / seconds if seconds > 0 else 0.0,
             eta_seconds=seconds * (total - done) / done if done else None,
+            doing=doing,
         )
+        self._run.on_progress(progress)

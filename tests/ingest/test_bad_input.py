@@ -5,7 +5,6 @@ import copy
 import os
 import shutil
 import sqlite3
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,9 +103,8 @@ def test_names_that_are_no_unicode_are_reported_and_the_others_ingested(
         "caf\\udce9.txt",
         "caf\\udce9.txt",
     ]
-    for failed in report.failed:
-        assert "not valid UTF-8; rename it" in failed.reason
-        failed.reason.encode()
+    assert all("not valid UTF-8; rename it" in one.reason for one in report.failed)
+    str(report.to_dict()).encode()
     assert index.delete(sources=["a\udce9", "b"], chunk_ids=["\udce9"]) == 1
     folder = docs / os.fsdecode(b"\xe9")
     folder.mkdir()
@@ -158,8 +156,6 @@ def test_chunks_longer_than_the_context_are_refused(make_index: MakeIndex) -> No
     ("settings", "message"),
     [
         ({"chunk_tokens": 4}, "from 16 to"),
-        ({"context": "everything"}, "context 'everything'"),
-        ({"context": "none:5"}, "context 'none:5'"),
         ({"compression": "drop:0.5"}, "Compression by drop, anchors and kvzip left kvrag"),
         ({"control_tokens": "ignore"}, "keep, neutralise, refuse"),
         ({"device": 5}, "device 5: expected a name"),
@@ -206,7 +202,7 @@ def test_a_missing_index(tmp_path: Path) -> None:
         ('"num_layers": 2', '"num_layers": -2', "'num_layers' is -2"),
         ('"compression": "none"', '"compression": "drop:0.5"', "'drop:0.5'. Compression by drop"),
         ('"float32"', '"float8"', "'dtype' is 'float8'"),
-        ('"tenant_salt": "', '"tenant_salt": "zz', "not hexadecimal"),
+        ('"tenant_salt": "', '"tenant_salt": "zz', "'tenant_salt' is 'zz"),
         ('"num_layers": 2', '"num_layers": 3', r"index\.json was altered or damaged"),
         ('"prefix_ids": [', '"prefix_ids": [7, ', r"index\.json was altered or damaged"),
         ('"tenant_salt": "', '"tenant_salt": "00', r"index\.json was altered or damaged"),
@@ -352,18 +348,7 @@ def test_a_full_disk_under_the_catalog_loses_nothing(index: Index, docs: Path) -
 
 @contextlib.contextmanager
 def read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make a folder refuse writing, for the superuser too (by refusing as the system would)."""
-    if os.geteuid():
-        paths = [folder, *folder.rglob("*")]
-        modes = {path: path.stat().st_mode for path in paths}
-        for path in paths:
-            path.chmod(modes[path] & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
-        try:
-            yield
-        finally:
-            for path in paths:
-                path.chmod(modes[path])
-        return
+    """Make a folder refuse writing as the system would, which lets the superuser write."""
     system_open = os.open
 
     def refuse(path: object, flags: int, *args: object, **named: object) -> int:
@@ -393,31 +378,6 @@ def test_a_read_only_index_answers_and_refuses_to_be_written(
         ):
             with pytest.raises(StoreError, match=r"cannot write to the index .*Permission denied"):
                 write()
-
-
-def test_a_catalog_whose_folder_refuses_files_is_still_read(
-    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index.add(docs)
-    index.close()
-    connect = sqlite3.connect
-
-    def refuse(path: object, *args: object, **named: object) -> sqlite3.Connection:
-        if named.get("uri") or path == ":memory:":
-            return connect(path, *args, **named)  # type: ignore[call-overload,no-any-return]
-
-        class Refusing:
-            def execute(self, *_: object) -> None:
-                raise sqlite3.OperationalError("unable to open database file")
-
-            def close(self) -> None:
-                pass
-
-        return Refusing()  # type: ignore[return-value]
-
-    monkeypatch.setattr(sqlite3, "connect", refuse)
-    with Index.open(index.path) as opened:
-        assert len(opened.search("clock", 3)) == 3
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write to")

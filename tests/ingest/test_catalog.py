@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from tests.support.properties import in_turn
 
 def damage(index: Index, statement: str, *values: object) -> None:
     with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        assert connection.execute(statement, values).rowcount == 1
+        assert connection.execute(statement, values).rowcount
         connection.commit()
 
 
@@ -63,22 +64,6 @@ def test_chunks_are_read_once_until_somebody_writes(
     assert catalog.find_chunks([chunk_id]) == {chunk_id: None}
     index.delete(sources=["short"])
     assert catalog.find_chunks([chunk_id]) == {}
-
-
-def test_of_many_chunks_some_stay(
-    index: Index, chunk_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    catalog = index.catalog
-    (other,) = catalog.chunk_ids_of("long")
-    monkeypatch.setattr("kvrag.ingest.catalog._KEPT_BYTES", 500)
-    for one in (chunk_id, other, chunk_id):
-        assert catalog.find_chunks([one])[one] is not None
-        assert list(catalog._kept) == [one]
-    index.add([Document("third", "The lamp is lit.", {"page": "x" * 1000})])
-    (large,) = catalog.chunk_ids_of("third")
-    for one in (chunk_id, large, chunk_id):
-        assert catalog.find_chunks([one])[one] is not None
-        assert list(catalog._kept) == [one]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +156,7 @@ def test_damaged_documents_are_told_and_mended(
 ) -> None:
     statement, told = damaged
     documents = [Document("short", "Ines keeps the ledger."), Document("long", "the light " * 20)]
-    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        connection.execute(statement)
-        connection.commit()
+    damage(index, statement)
     with Index.open(index.path, model=index.model) as opened:
         opened.documents()
         opened.search("ledger", 2)
@@ -271,22 +254,9 @@ def test_a_removal_of_a_damaged_chunk_is_refused(index: Index, chunk_id: str) ->
     index.delete(sources=["short"])
 
 
-def test_a_record_of_another_length_is_refused(
-    index: Index, chunk_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Longer:
-        num_tokens = 99
-
-    monkeypatch.setattr(type(index.coding), "open", lambda *_: Longer())
-    with pytest.raises(RecordError, match="holds 99 tokens, expected"):
-        index.open_kv(chunk_id)
-
-
 def test_many_damaged_rows_are_counted(index: Index) -> None:
     index.add([Document(f"d{i}", f"text number {i}") for i in range(30)])
-    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        connection.execute("UPDATE chunks SET seal = x''")
-        connection.commit()
+    damage(index, "UPDATE chunks SET seal = x''")
     *_, last = index.upkeep.verify().catalog_problems
     assert last == "and 40 more"
 
@@ -428,7 +398,7 @@ def test_an_open_index_recovers_when_its_file_is_good_again(index: Index) -> Non
 
     replace(b"garbage" * 2000)
     for _ in range(2):
-        with pytest.raises(IndexFormatError, match="replaced by another file"):
+        with pytest.raises(IndexFormatError, match="is damaged, encrypted with another key"):
             index.search("ledger")
     replace(good)
     assert [hit.chunk.source for hit in index.search("ledger")] == ["a"]
@@ -440,10 +410,8 @@ def test_a_row_of_another_index_is_damage(index: Index, make_index: MakeIndex) -
     other.add([Document("a", "The capital is Fevuda."), Document("b", "Rain.")])
     with contextlib.closing(sqlite3.connect(other.path / "catalog.sqlite")) as connection:
         row = connection.execute("SELECT * FROM chunks WHERE source = 'a'").fetchone()
-    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
-        connection.execute("DELETE FROM chunks WHERE source = 'a'")
-        connection.execute(f"INSERT INTO chunks VALUES ({', '.join('?' * len(row))})", row)
-        connection.commit()
+    damage(index, "DELETE FROM chunks WHERE source = 'a'")
+    damage(index, f"INSERT INTO chunks VALUES ({', '.join('?' * len(row))})", *row)
     assert "a" not in {hit.chunk.source for hit in index.search("capital")}
     assert not index.upkeep.verify().ok
 
@@ -473,8 +441,7 @@ def test_the_catalog_of_another_index_is_refused(
 
 def test_a_catalog_with_one_sound_row_is_the_indexs_own(index: Index, model: KVModel) -> None:
     index.add([Document("a", "The capital is Favuda."), Document("b", "Rain.")])
-    damage(index, "UPDATE chunks SET text = 'another' WHERE source = 'a'")
-    damage(index, "UPDATE chunks SET text = 'another' WHERE source = 'b'")
+    damage(index, "UPDATE chunks SET text = 'another'")
     damage(index, "UPDATE state SET generation = generation + 7")
     damage(index, "UPDATE documents SET digest = 'x' WHERE source = 'a'")
     index.close()
@@ -520,7 +487,7 @@ def test_a_replacement_that_was_killed_is_finished(
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", die)
             with pytest.raises(KeyboardInterrupt):
-                salvage(index.catalog, index.key_of, _no_vector)
+                salvage(index.catalog, _no_vector)
         assert steps[1:] == ["catalog.sqlite.next", "catalog.sqlite.ready"]
     with Index.open(index.path, model=model) as again:
         assert not (index.path / "catalog.sqlite.ready").exists()
@@ -534,6 +501,7 @@ def test_a_repair_without_room_leaves_the_catalog(
     monkeypatch.setattr(maintenance, "_BATCH", 100)
     path, key = tmp_path / "catalog.sqlite", ChunkKey("ab" * 20)
     with contextlib.closing(Catalog.create(path)) as catalog:
+        catalog.config = SimpleNamespace(key_of=lambda _: key, context="none")  # type: ignore[assignment]
         for number in range(120):
             source, vector = f"d{number}", np.ones((1, 8), np.float32)
             texts = [f"{number} {place} ".ljust(3000, "x") for place in range(10)]
@@ -549,7 +517,7 @@ def test_a_repair_without_room_leaves_the_catalog(
         for limit in range(3_800_000, 6_400_000, 500_000):
             try:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
-                salvage(catalog, lambda _: key, _no_vector)
+                salvage(catalog, _no_vector)
                 outcomes.append(True)
             except StoreError:
                 outcomes.append(False)

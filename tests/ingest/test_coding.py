@@ -2,21 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from kvrag.chunk import Chunk, Document
-from kvrag.codec.config import choose_codec
-from kvrag.errors import IndexFormatError, ParameterError, ProfileError
-from kvrag.ingest.coding import read_all, spread_evenly
+from kvrag.errors import IndexFormatError, ParameterError, ProfileError, RecordError
+from kvrag.ingest.coding import read_all
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
 from kvrag.ingest.profiles import read_profile
 from kvrag.ingest.report import IngestProgress
-from kvrag.kvcache import ChunkKV, KVSpec
+from kvrag.kvcache import ChunkKV
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 from tests.support.distributions import installed
@@ -254,25 +250,6 @@ def test_a_new_index_packs_once_there_is_enough(make_index: MakeIndex) -> None:
     assert index.upkeep.verify().ok
 
 
-def test_what_is_fitted_at_once_may_be_in_any_window(
-    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first window is too small to fit to before it is stored; the others are not."""
-    monkeypatch.setattr("kvrag.codec.bands.Bands.sample_tokens", 512)
-    monkeypatch.setattr("kvrag.ingest.stages.COMMIT_TOKENS", 2048)
-    index = make_index()
-    index.add(many(2, 50))
-    steps: list[str] = []
-    index.add(
-        [*many(2, 50), *many(40, 120)[2:]],
-        on_progress=lambda progress: steps.append(progress.doing),
-    )
-    assert index.stats().codec == "packed"
-    recoded = [step for step in steps if step.startswith("writing")]
-    assert recoded == ["writing 2 records again as packed"]
-    assert index.upkeep.verify().ok
-
-
 def test_a_fit_that_fails_is_tried_once_before_storing_and_once_after(
     make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,23 +267,6 @@ def test_a_fit_that_fails_is_tried_once_before_storing_and_once_after(
         assert len(samples) == 2  # not once for each window
     index.add(many(16, 200))
     assert index.stats().codec == "cachegen:2"
-
-
-def test_after_a_failed_fit_twice_as_many_tokens_are_tried(
-    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[int] = []
-
-    def fail(_: object, __: str, lengths: list[int], *___: object) -> None:
-        tried.append(sum(lengths))
-        raise ParameterError("too few")
-
-    monkeypatch.setattr("kvrag.ingest.fitter.CodecFitter._fit", fail)
-    index = make_index(codec="cachegen:2")
-    chunk: Any = SimpleNamespace(token_ids=range(100))
-    for number in (20, 20, 39, 40, 79, 80):
-        index.upkeep.codec_for([chunk] * number)
-    assert tried == [2000, 4000, 8000]
 
 
 def test_what_was_raw_is_recoded_once_there_is_enough(
@@ -357,24 +317,6 @@ def test_what_was_raw_is_recoded_after_a_kill(make_index: MakeIndex, doing: str)
     reopened.close()
 
 
-@pytest.mark.parametrize(
-    ("codec", "heads", "expected"),
-    [("transform:4", 3, 4096), ("transform:4", 1, 1365), ("lossless", 3, 512)],
-)
-def test_components_need_more_tokens_than_channels(codec: str, heads: int, expected: int) -> None:
-    config = choose_codec(codec).config
-    spec = KVSpec(num_layers=4, num_kv_heads=heads, head_dim=64, dtype=torch.bfloat16)
-    assert config.transform.tokens_to_fit(spec) == expected
-
-
-def test_samples_are_spread_evenly() -> None:
-    assert spread_evenly([10] * 100, 100) == list(range(0, 100, 10))
-    assert spread_evenly([10] * 5, 1000) == [0, 1, 2, 3, 4]
-    assert spread_evenly([500, 1, 1, 1], 100) == [0]
-    assert spread_evenly([], 100) == []
-    assert torch.tensor(spread_evenly([7] * 1000, 700)).diff().unique().tolist() == [10]
-
-
 def test_garbage_collection_keeps_the_profiles_that_records_name(make_index: MakeIndex) -> None:
     index = make_index()
     index.add(DOCUMENTS)
@@ -398,6 +340,8 @@ def test_recoding_believes_the_chunk_not_the_record(make_index: MakeIndex) -> No
     key = index.key_of(index.catalog.chunks(chunk_ids(index))[0])
     longer = ChunkKV(exact.keys.repeat(1, 1, 2, 1), exact.values.repeat(1, 1, 2, 1))
     index.store.replace(key, index.coding.codec.encode(key, longer))
+    with pytest.raises(RecordError, match=r"holds \d+ tokens, expected"):
+        kv_of(index, 0)
     report = index.upkeep.recode("lossless")
     assert (report.num_recoded, report.num_computed) == (8, 1)
     assert distance(kv_of(index, 0), exact) == 0

@@ -5,7 +5,7 @@ import torch
 
 from kvrag.chunk import Chunk, ChunkKey, Document
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import ParameterError, RecordError
+from kvrag.errors import ParameterError
 from kvrag.ingest.coding import read_all
 from kvrag.ingest.contexts import add_contexts, parse_context
 from kvrag.ingest.index import Index
@@ -309,14 +309,3 @@ def test_context_is_bounded_by_the_window(model: KVModel, make_index: MakeIndex)
 def test_settings_that_cannot_be(make_index: MakeIndex, context: str) -> None:
     with pytest.raises(ParameterError, match=r"expected one of none, document\[:TOKENS\], neigh"):
         make_index(context=context)
-
-
-def test_a_name_that_does_not_belong_to_the_context_is_refused(in_document: Index) -> None:
-    _, second, third = chunks_of(in_document)
-    with in_document.catalog._transaction():
-        in_document.catalog._connection.execute(
-            "UPDATE chunks SET kv_key = ? WHERE chunk_id = ?",
-            (in_document.key_of(third).digest, second.chunk_id),
-        )
-    with pytest.raises(RecordError, match="names the KV"):
-        in_document.open_kv(second.chunk_id)

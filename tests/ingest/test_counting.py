@@ -34,9 +34,7 @@ def report(**fields: object) -> FusionReport:
 
 
 def value(folder: Path, name: str, **labels: str) -> float | None:
-    kept = read_kept(folder)
-    found = {what: dict(at) for what, at in kept.counts if what == name and dict(at) == labels}
-    return kept.counts.get((name, tuple(labels.items()))) if found else None
+    return read_kept(folder).counts.get((name, tuple(labels.items())))
 
 
 def test_counts_add_up_over_processes(tmp_path: Path) -> None:
@@ -138,13 +136,6 @@ def test_a_file_of_something_else_fails_nobody(tmp_path: Path, content: bytes) -
         assert value(tmp_path, "prompts") == 1
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    counters = IndexCounters(tmp_path / "gone", tuple)
-    counters.note(report())
-    counters.keep()
-    assert not (tmp_path / "gone").exists()
-
-
 @pytest.mark.parametrize(
     ("damage", "values"),
     [
@@ -181,31 +172,18 @@ def test_a_file_that_is_not_as_it_was_written(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_adds_no_counts(tmp_path: Path) -> None:
     code = f"""
-import os, sys
+import os
 from pathlib import Path
 from kvrag.ingest.counting import IndexCounters
-from kvrag.store.memory import MemoryStore
 from tests.ingest.test_counting import report
-from kvrag_testing.records import key_number, record_of, stored
-store = MemoryStore()
-counters = IndexCounters(Path({str(tmp_path)!r}), store.counts)
-store.put(key_number(1), record_of(key_number(1)))
-stored(store, key_number(1))
-for _ in range(3):
+counters = IndexCounters(Path({str(tmp_path)!r}), tuple)
+counters.note(report())
+if not (child := os.fork()):
     counters.note(report())
-child = os.fork()
-if not child:
-    counters.note(report())
-    stored(store, key_number(1))
     counters.keep()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-counters.note(report())
 counters.keep()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert value(tmp_path, "prompts") == 4
-    kept = read_kept(tmp_path)
-    hits = {what: count for what, count in kept.counts.items() if what[0] == "store_hits"}
-    assert sum(hits.values()) == 1, kept.counts
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert value(tmp_path, "prompts") == 1

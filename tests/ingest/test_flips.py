@@ -1,4 +1,4 @@
-"""Flips and edits of stored bytes of the catalog: no wrong answer, nothing stopped, all mended.
+"""Flips, edits and losses in the catalog: no wrong answer, nothing stopped, all mended.
 
 Each trial damages a copy of a small index in one place: a value of one column through SQLite, a
 whole row, or bytes of a value in the file itself. Questions are then asked, the index is verified,
@@ -22,7 +22,7 @@ from kvrag.chunk import Chunk
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from tests.support.properties import IS_EXHAUSTIVE
+from tests.support.properties import IS_EXHAUSTIVE, in_turn
 
 DOCUMENTS = Path(__file__).parents[2] / "examples" / "documents"
 QUESTIONS = Path(__file__).parents[2] / "examples" / "questions.json"
@@ -123,53 +123,32 @@ def flipped(chance: random.Random, value: Any) -> Any:
         content = content[: len(content) // 2]
     else:
         content += b"\x00\x00\xc0\x7f"  # NaN, in a vector
-    if isinstance(value, bytes):
-        return bytes(content)
-    return content.decode(errors="surrogateescape").encode(errors="surrogateescape")
+    return bytes(content)
 
 
 def damage(path: Path, chance: random.Random, place: tuple[str, str]) -> str:
     """Damage a catalog in one place; say how."""
     table, column = place
-    key = {"chunks": "row", "documents": "source", "files": "path"}.get(table, "rowid")
+    key = {"documents": "source", "files": "path", "state": "rowid"}.get(table, "row")
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        if table == "other_keys":
-            values = connection.execute("SELECT row, place, kv_key FROM other_keys").fetchall()
-            key = "row"
-        else:
-            values = connection.execute(f"SELECT {key}, {column} FROM {table}").fetchall()
-        names = ("row", "place", "kv_key") if table == "other_keys" else (key, column)
-        chosen = dict(zip(names, chance.choice(values), strict=True)) if values else {}
-        number, value = chosen[key], chosen[column]
+        values = connection.execute(f"SELECT {key}, {column} FROM {table}").fetchall()
+        number, value = chance.choice(values)
+        cast = "CAST(? AS TEXT)" if isinstance(value, str) else "?"  # valid or not
+        update = f"UPDATE {table} SET {column} = {cast} WHERE {key} = ?"
         way = chance.randrange(8)
-        if way == 0 and table != "other_keys":
+        if way == 0:
             connection.execute(f"DELETE FROM {table} WHERE {key} = ?", (number,))
             return f"row {number!r} of {table} deleted"
-        if way == 1 and chance.randrange(4) == 0:
-            connection.execute(f"DELETE FROM {table}")
-            return f"{table} emptied"
-        if way == 2 and len(values) > 1 and table != "other_keys":
-            other = chance.choice([one for one in values if one[0] != number])[1]
-            with contextlib.suppress(sqlite3.IntegrityError):
-                connection.execute(
-                    f"UPDATE {table} SET {column} = ? WHERE {key} = ?", (other, number)
-                )
-            return f"{table}.{column} of {number!r} has another row's"
         if way < 6 or not isinstance(value, str | bytes) or len(value) < 4:
-            new = flipped(chance, value)
-            # As text again, valid or not.
-            cast = "CAST(? AS TEXT)" if isinstance(value, str) and isinstance(new, bytes) else "?"
+            new = chance.choice(values)[1] if way == 2 else flipped(chance, value)
             with contextlib.suppress(sqlite3.IntegrityError):
-                connection.execute(
-                    f"UPDATE {table} SET {column} = {cast} WHERE {key} = ?", (new, number)
-                )
+                connection.execute(update, (new, number))
             return f"{table}.{column} of {number!r}: {value!r:.60} to {new!r:.60}"
     content = bytearray(path.read_bytes())
     sought = value.encode() if isinstance(value, str) else value
     starts = [at for at in range(len(content)) if content.startswith(sought, at)]
     if starts:
-        at = chance.choice(starts) + chance.randrange(len(sought))
-        content[at] ^= 1 << chance.randrange(8)
+        content[chance.choice(starts) + chance.randrange(len(sought))] ^= 1 << chance.randrange(8)
         path.write_bytes(content)
     return f"byte of {table}.{column} of {number!r} in the file"
 
@@ -178,10 +157,44 @@ def prompt_of(question: str, chunks: list[Chunk]) -> str:
     return "\n".join(["Context:", *(chunk.text for chunk in chunks), f"Question: {question}"])
 
 
-def trial(
-    world: World, engine: KVEngine, folder: Path, number: int, caplog: pytest.LogCaptureFixture
-) -> str:
-    """Damage a copy, ask, verify, mend; return what was done, or "" where it had no effect."""
+def check_answers(world: World, engine: KVEngine, index: Index, question: str, told: str) -> None:
+    """Ask with what is retrieved, which must be right, and with what would have been."""
+    hits = index.search_dense(question, TOP_K)
+    for hit in hits:
+        assert hit.chunk == world.chunks[hit.chunk.chunk_id], told
+    found = [hit.chunk for hit in hits]
+    whole = [hit.chunk for hit in engine.index.search_dense(question, TOP_K)]
+    damaged = KVEngine(index)
+    for chunks in (found, whole):
+        prompt = prompt_of(question, chunks)
+        key = (question, *(chunk.chunk_id for chunk in chunks))
+        answer = damaged.generate(prompt, max_tokens=12)
+        assert answer.text in world.right_answers(engine, prompt, key), told
+
+
+def check_mending(
+    world: World, engine: KVEngine, folder: Path, question: str, by_ingesting: bool, told: str
+) -> None:
+    with Index.open(folder, model=world.model) as index:
+        if not by_ingesting:
+            assert index.upkeep.verify(repair=True).catalog_problems, told
+        # What is lost whole, only its files know.
+        added = index.add(world.docs)
+        assert added.ok, told
+        assert not by_ingesting or added.changed or added.added or added.note, told
+        after = index.upkeep.verify()
+        assert after.ok, (told, after)
+        assert not index.add(world.docs, dry_run=True).changed, told
+        assert index.documents() == engine.index.documents()
+        assert index.stats().num_tokens == engine.index.stats().num_tokens
+        ids = [i for row in index.documents() for i in index.catalog.chunk_ids_of(row.source)]
+        assert {chunk.chunk_id: chunk for chunk in index.get_chunks(ids)} == world.chunks, told
+        expected = [hit.chunk.chunk_id for hit in engine.index.search(question, TOP_K)]
+        assert [hit.chunk.chunk_id for hit in index.search(question, TOP_K)] == expected, told
+
+
+def trial(world: World, engine: KVEngine, folder: Path, number: int) -> bool:
+    """Damage a copy, ask, verify, mend; return whether the damage had an effect."""
     chance = random.Random(number)
     shutil.copytree(world.folder, folder)
     path = folder / "catalog.sqlite"
@@ -190,63 +203,61 @@ def trial(
     before = content_of(path)
     told = damage(path, chance, PLACES[number % len(PLACES)])
     if content_of(path) == before:
-        return ""
+        return False
+    question = world.questions[number % len(world.questions)]
     with Index.open(folder, model=world.model) as index:
-        damaged = KVEngine(index)
-        question = world.questions[number % len(world.questions)]
-        # Retrieved: only what is right, and everything that is not damaged.
-        hits = index.search_dense(question, TOP_K)
-        for hit in hits:
-            assert hit.chunk == world.chunks[hit.chunk.chunk_id], told
-        found = [hit.chunk for hit in hits]
-        # Asked with what is retrieved, and with what would have been.
-        whole = [hit.chunk for hit in engine.index.search_dense(question, TOP_K)]
-        for chunks in (found, whole):
-            prompt = prompt_of(question, chunks)
-            key = (question, *(chunk.chunk_id for chunk in chunks))
-            right = world.right_answers(engine, prompt, key)
-            answer = damaged.generate(prompt, max_tokens=12)
-            assert answer.text in right, told
+        check_answers(world, engine, index, question, told)
         report = index.upkeep.verify()
-        assert not report.ok, told
         assert report.catalog_problems, told
-        told += f": {report.catalog_problems}"
+        assert not report.ok, told
     # Where rows are sound and SQLite's index of them alone is not, ingestion need not come upon it.
     is_of_index = all(_OF_INDEX.search(problem) for problem in report.catalog_problems)
-    mends_by_ingesting = number % 2 == 0 and not is_of_index
-    with Index.open(folder, model=world.model) as index:
-        if mends_by_ingesting:
-            added = index.add(world.docs)
-            assert added.ok, told
-            assert added.changed or added.added or added.note, told
-        else:
-            mended = index.upkeep.verify(repair=True)
-            assert mended.ok, (told, mended)
-        after = index.upkeep.verify()
-        assert after.ok, (told, after)
-        assert not index.add(world.docs, dry_run=True).changed, told
-        ids = [i for row in index.documents() for i in index.catalog.chunk_ids_of(row.source)]
-        assert {chunk.chunk_id: chunk for chunk in index.get_chunks(ids)} == world.chunks, told
-        expected = [hit.chunk.chunk_id for hit in engine.index.search(question, TOP_K)]
-        assert [hit.chunk.chunk_id for hit in index.search(question, TOP_K)] == expected, told
-        assert not index.counters.counts().get(("damaged_rows", ())) or told
-    return told
+    by_ingesting = number % 2 == 0 and not is_of_index
+    told += f": {report.catalog_problems}"
+    check_mending(world, engine, folder, question, by_ingesting, told)
+    return True
 
 
-def run_trials(
-    world: World, engine: KVEngine, folder: Path, numbers: range, caplog: pytest.LogCaptureFixture
-) -> int:
-    num_effective = 0
-    for number in numbers:
-        place = folder / str(number)
-        num_effective += bool(trial(world, engine, place, number, caplog))
-        shutil.rmtree(place)
-    return num_effective
-
-
-def test_flips_in_the_catalog(
-    world: tuple[World, KVEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_flips_in_the_catalog(world: tuple[World, KVEngine], tmp_path: Path) -> None:
     """One for each seventh column, or many everywhere."""
     numbers = range(1000, 2400) if IS_EXHAUSTIVE else range(0, len(PLACES), 7)
-    assert run_trials(*world, tmp_path, numbers, caplog) >= len(numbers) // 2
+    num_effective = 0
+    for number in numbers:
+        num_effective += trial(*world, tmp_path / str(number), number)
+        shutil.rmtree(tmp_path / str(number))
+    assert num_effective >= len(numbers) // 2
+
+
+LOST = [
+    *(f"DROP TABLE {name}" for name in COLUMNS),
+    "DROP TABLE documents; DROP TABLE chunks; DROP TABLE other_keys",
+    *(f"DROP INDEX {name}" for name in ("chunks_by_key", "chunks_by_source", "other_keys_by_key")),
+    "ALTER TABLE chunks DROP COLUMN vector_seal",
+    "ALTER TABLE files RENAME COLUMN digest TO other",
+]
+NUMBERS = ["9223372036854775807", "-1", "'zzz'", "x'00'", "1e308", "7", "CAST(x'ff' AS TEXT)"]
+TOKENS = [f"UPDATE chunks SET num_tokens = {number} WHERE row = 1" for number in NUMBERS]
+
+
+@pytest.mark.parametrize(("statements", "by_ingesting"), in_turn([*LOST, *TOKENS]))
+def test_lost_tables_and_numbers_of_tokens(
+    world: tuple[World, KVEngine], tmp_path: Path, statements: str, by_ingesting: bool
+) -> None:
+    right, engine = world
+    folder, question = tmp_path / "index", right.questions[0]
+    shutil.copytree(right.folder, folder)
+    with contextlib.closing(sqlite3.connect(folder / "catalog.sqlite")) as connection:
+        connection.executescript(f"PRAGMA foreign_keys = OFF; {statements}")
+    with Index.open(folder, model=right.model) as index:
+        index.search(question, TOP_K)
+        found, sound = index.documents(), engine.index.documents()
+        if statements in TOKENS:  # the chunk's tokens are not counted
+            (chunk,) = engine.index.catalog.chunks_at([1]).values()
+            lost = [
+                whole.num_tokens - part.num_tokens for whole, part in zip(sound, found, strict=True)
+            ]
+            assert {*lost} == {0, len(chunk.token_ids)}
+            assert engine.index.stats().num_tokens - index.stats().num_tokens == sum(lost)
+        assert not index.upkeep.verify().ok
+    if not (by_ingesting and "INDEX" in statements):  # no row is damaged then
+        check_mending(right, engine, folder, question, by_ingesting, statements)

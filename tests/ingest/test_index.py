@@ -178,52 +178,29 @@ def test_a_dry_run_writes_nothing_and_foretells(index: Index, docs: Path) -> Non
     assert foretold.size_bytes == estimate <= report.size_bytes
 
 
-def test_progress_reaches_the_end_without_what_fails_when_it_is_read_again(
-    index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", -1)
-    seen: list[IngestProgress] = []
-    path = next(path for path in sorted(docs.rglob("*")) if path.is_file())
-
-    def note(progress: IngestProgress) -> None:
-        seen.append(progress)
-        if progress.stage == "read" and progress.num_documents_done == progress.num_documents:
-            path.write_text("Another text.")
-
-    report = index.add(docs, on_progress=note)
-    assert len(report.failed) == 1
-    last = [one for one in seen if one.stage == "compute"][-1]
-    assert last.num_documents_done == last.num_documents == 3
-    assert last.num_tokens_done == last.num_tokens == report.num_tokens_computed
-    assert last.eta_seconds == 0.0
-
-
-def test_progress_reaches_the_end(index: Index, docs: Path) -> None:
-    seen: list[IngestProgress] = []
-    report = index.add(docs, on_progress=seen.append)
-    assert [p.num_documents_done for p in seen if p.stage == "read"] == [1, 2, 3]
-    computed = [p for p in seen if p.stage == "compute"]
-    assert computed[-1].num_tokens_done == computed[-1].num_tokens == report.num_tokens
-    assert computed[-1].num_documents_done == computed[-1].num_documents == 3
-    assert computed[-1].eta_seconds == 0.0
-    assert computed[-1].tokens_per_second > 0
-    assert computed[-1].size_bytes_done == report.size_bytes
-    json.dumps(seen[0].to_dict())
-
-
 def test_documents_too_many_to_keep_are_cut_again(
     index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", 0)
+    """Progress reaches the end without what fails when it is read again."""
+    monkeypatch.setattr("kvrag.ingest.plan._MAX_KEPT_TOKENS", -1)
     monkeypatch.setattr("kvrag.ingest.stages.COMMIT_TOKENS", 8)
+    seen: list[IngestProgress] = []
 
-    def disturb(progress: IngestProgress) -> None:
-        if progress.stage == "read" and progress.num_documents_done == 3:
+    def note(progress: IngestProgress) -> None:
+        seen.append(progress)
+        if progress.stage == "read" and progress.num_documents_done == 4:
             (docs / "ledger.txt").write_text("changed after it was planned")
 
-    report = index.add([docs, Document("own", "an own document")], on_progress=disturb)
+    report = index.add([docs, Document("own", "an own document")], on_progress=note)
     assert names(report.added) == {"clock.md", "fox.txt", "own"}
     assert "changed while it was being ingested" in report.failed[0].reason
+    assert [one.num_documents_done for one in seen if one.stage == "read"] == [1, 2, 3, 4]
+    last = [one for one in seen if one.stage == "compute"][-1]
+    assert last.num_documents_done == last.num_documents == 4
+    assert last.num_tokens_done == last.num_tokens == report.num_tokens_computed
+    assert last.eta_seconds == 0.0 < last.tokens_per_second
+    assert last.size_bytes_done == report.size_bytes
+    json.dumps(last.to_dict())
     assert names(index.add(docs).added) == {"ledger.txt"}
 
 

@@ -22,7 +22,7 @@ from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
 from kvrag.ingest.schema import Heads, pack_ids
 from kvrag.models.kv_model import EncodedPrefix, KVModel
-from tests.ingest.conftest import Machine, MakeIndex, stored_bytes
+from tests.ingest.conftest import Machine, MakeIndex
 from tests.support.folders import key_file
 from tests.support.models import HEAD
 
@@ -118,23 +118,6 @@ def random_passages(count: int, num_tokens: int, dim: int = 8) -> list[Passage]:
         Passage(f"c{n}", f"s{n}", drawn.integers(0, 9999, num_tokens).astype(np.int32), one)
         for n, one in enumerate(vectors)
     ]
-
-
-@pytest.mark.parametrize("num_tokens", [60, 700])
-def test_it_costs_about_one_more_prefill(num_tokens: int) -> None:
-    passages = random_passages(300, num_tokens)
-    found = choose(passages, [], 512, (7,))
-    assert all(0 < len(ids) <= 512 for ids, _ in found)
-    assert sum(map(len, {ids for ids, _ in found})) < 1.1 * 300 * num_tokens
-    vectors = np.stack([one.vector for one in passages])
-    similar = vectors @ vectors.T
-    numbers = {one.chunk_id: number for number, one in enumerate(passages)}
-    suits = []
-    for number, (ids, standing_ids) in enumerate(found):
-        assert passages[number].chunk_id not in standing_ids
-        assert ids[-1] == 7
-        suits.append(similar[number, [numbers[one] for one in standing_ids]].mean())
-    assert np.mean(suits) > 0.2
 
 
 def test_own_documents_come_last_and_copies_never() -> None:
@@ -284,25 +267,6 @@ def test_an_update_keeps_what_it_can(make_index: MakeIndex) -> None:
     assert report.num_records == len(come) + len(changed)
     assert all(one[0] for one in after.values())
     assert index.upkeep.verify().ok
-
-
-def test_a_damaged_catalog_is_mended(make_index: MakeIndex, tmp_path: Path) -> None:
-    folder = tmp_path / "pages"
-    folder.mkdir()
-    for one in PAGES:
-        (folder / Path(one.source).name).write_text(one.text)
-    index = make_index(context=SIMILAR)
-    index.add(folder)
-    before = stored_bytes(index)
-    index.catalog._connection.execute(
-        "UPDATE chunks SET contexts = x'00000000' WHERE row IN (2, 5, 7)"
-    )
-    assert not index.upkeep.verify().ok
-    index.upkeep.verify(repair=True)
-    assert index.upkeep.verify().ok
-    assert all(chunk.contexts[0] for chunk in chunks_of(index))
-    assert len(chunks_of(index)) == len(PAGES)
-    assert before.keys() & stored_bytes(index).keys()
 
 
 def damage(index: Index, of: Document) -> None:

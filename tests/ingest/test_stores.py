@@ -114,13 +114,6 @@ def test_gc_leaves_alone_what_others_keep(filled: Callable[..., Index], tmp_path
     assert not other.upkeep.verify().ok
 
 
-def test_indexes_of_one_tenant_share_records(filled: Callable[..., Index], tmp_path: Path) -> None:
-    url = f"file:{tmp_path / 'shared'}"
-    filled(url, "one")
-    other = filled(url, "other")
-    assert len(list(other.store.keys())) == 3
-
-
 def test_a_tenant_cannot_name_anothers_chunks(
     filled: Callable[..., Index], make_index: MakeIndex, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ _MOST_PAUSE_SECONDS = 0.05
 
 
 class SharedLog:
-    """The log of one opened index (`kvrag.ingest.storage.ChangeLog`).
+    """The log of one opened index (`kvrag.ingest.storage.Storage.log`).
 
     Safe to use from several threads; processes that share a view take turns.
 
