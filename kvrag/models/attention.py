@@ -16,27 +16,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvrag.models.decoders import Model
 from kvrag.models.families import Chunked, inside
 from kvrag.models.implementations import (
     AttentionCall,
-    AttentionFunction,
     OwnMask,
     attending_by,
     eager_function,
     register_around,
-    register_attention,
-    sdpa_of_transformers,
 )
 from kvrag.native import ATTENTION_TYPES, Mass, Scores, attend
 from kvrag.positions.rotary import RotaryTable
@@ -47,11 +42,11 @@ _ROWS_AT_ONCE = 32
 # On a GPU, for all heads together: 256 MB, and as much for each step between them and the weights.
 _SCORES_AT_ONCE = 1 << 26
 
-Observe = Callable[[slice, torch.Tensor, torch.Tensor], None]
-"""Receives which rows r read with weights ``[G, r, K]`` from a key head's ``[K, D]``, float32."""
+Observe = Callable[[slice, slice, torch.Tensor, torch.Tensor], None]
+"""Receives which key heads h and rows r read with weights ``[h, G, r, K]`` from ``[h, K, D]``."""
 
 
-def attend_by_head(
+def attend_densely(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -60,6 +55,7 @@ def attend_by_head(
     *,
     sinks: torch.Tensor | None = None,
     observe: Observe | None = None,
+    at_once: tuple[int, int] = (1, _ROWS_AT_ONCE),
 ) -> torch.Tensor:
     """Return ``[1, n, heads, D]``, as Transformers' attention functions do.
 
@@ -74,77 +70,37 @@ def attend_by_head(
     sinks
         ``[G * H]``: the score of what a head sees besides keys, if the model has one.
     observe
-        Called for each key head in turn, and for its rows in order.
+        Called for some key heads after the other, and for their rows in order, with float32.
+    at_once
+        For how many key heads and rows scores exist at a time.
     """
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     grouped = query.view(num_kv_heads, -1, num_rows, head_dim)
-    output = query.new_empty(num_rows, num_heads, value.shape[-1])
-    by_head = output.view(num_rows, num_kv_heads, -1, value.shape[-1])
-    blocks = [slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE)]
-    # Keys that all rows of a block see need no mask: nearly all keys for a prompt's last rows.
-    first_hidden = [_first_hidden(allowed[rows]) for rows in blocks]
-    for head in range(num_kv_heads):
-        keys, values = key[0, head].float().T, value[0, head].float()
+    group = grouped.shape[1]
+    output = query.new_empty(num_rows, num_kv_heads, group, value.shape[-1])
+    own = None if sinks is None else sinks.view(num_kv_heads, group)
+    each, size = at_once
+    blocks = [slice(begin, begin + size) for begin in range(0, num_rows, size)]
+    # Keys that all rows of a block see need no mask: nearly all keys for a prompt's last rows. To
+    # ask for their number would wait for a GPU.
+    is_here = key.device.type == "cpu"
+    first_hidden = [_first_hidden(allowed[rows]) if is_here else 0 for rows in blocks]
+    for heads in (slice(begin, begin + each) for begin in range(0, num_kv_heads, each)):
+        keys, values = key[0, heads].float().mT, value[0, heads].float()
         for rows, tail in zip(blocks, first_hidden, strict=True):
-            asking = grouped[head, :, rows].float() * scores_of.scale
-            scores = (asking.flatten(0, 1) @ keys).view(*asking.shape[:2], num_keys)
+            asking = grouped[heads, :, rows].float() * scores_of.scale
+            scores = (asking.flatten(1, 2) @ keys).view(*asking.shape[:3], num_keys)
             if scores_of.softcap:
                 scores = torch.tanh(scores / scores_of.softcap) * scores_of.softcap
             scores[..., tail:].masked_fill_(~allowed[rows, tail:], float("-inf"))
-            own = None if sinks is None else sinks.view(num_kv_heads, -1)[head]
-            weights = _softmax(scores, own)
-            taken = (weights.flatten(0, 1) @ values).view(*asking.shape[:2], -1)
-            by_head[rows, head] = taken.transpose(0, 1).to(output.dtype)
+            weights = _softmax(scores, None if own is None else own[heads])
+            taken = (weights.flatten(1, 2) @ values).view(*asking.shape[:3], -1)
+            # [h, G, r, D] -> [r, h, G, D]
+            output[rows, heads] = taken.permute(2, 0, 1, 3).to(output.dtype)
             if observe is not None:
-                observe(rows, weights, values)
-    return output[None]
-
-
-def attend_by_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    allowed: torch.Tensor,
-    scores_of: Scores,
-    first_row: int,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `attend_by_head` does, all heads at once, and what each key gets: for a GPU.
-
-    Parameters
-    ----------
-    query, key, value, allowed, scores_of, sinks
-        As for `attend_by_head`.
-    first_row
-        The first of the rows whose weights count.
-
-    Returns
-    -------
-    tensor, tensor
-        The output ``[1, n, heads, D]``, and the weights ``[H, K]`` float32, summed over rows from
-        `first_row` on and over the query heads of a key head.
-    """
-    _, num_heads, num_rows, head_dim = query.shape
-    num_kv_heads, num_keys = key.shape[1], key.shape[2]
-    grouped = query.view(num_kv_heads, -1, num_rows, head_dim)
-    keys, values = key[0].float().transpose(1, 2), value[0].float()
-    mass = torch.zeros(num_kv_heads, num_keys, device=key.device)
-    outputs = []
-    size = max(1, _SCORES_AT_ONCE // (num_heads * num_keys))
-    for begin in range(0, num_rows, size):
-        rows = slice(begin, begin + size)
-        asking = grouped[:, :, rows].float() * scores_of.scale
-        scores = (asking.flatten(1, 2) @ keys).view(*asking.shape[:3], num_keys)
-        if scores_of.softcap:
-            scores = torch.tanh(scores / scores_of.softcap) * scores_of.softcap
-        own = None if sinks is None else sinks.view(num_kv_heads, -1)
-        weights = _softmax(scores.masked_fill_(~allowed[rows], float("-inf")), own)
-        mass += weights[:, :, max(0, first_row - begin) :].sum((1, 2))
-        taken = (weights.flatten(1, 2) @ values).view(*asking.shape[:3], -1)
-        # [H, G, r, D] -> [r, H, G, D]
-        outputs.append(taken.permute(2, 0, 1, 3).to(query.dtype))
-    return torch.cat(outputs).view(1, num_rows, num_heads, value.shape[-1]), mass
+                observe(heads, rows, weights, values)
+    return output.view(1, num_rows, num_heads, value.shape[-1])
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -330,14 +286,27 @@ class RowMask:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Show the observer what rows read; return it: ``[1, n, heads, D]``."""
-        assert self.observer is not None
-        allowed, observe = self.dense(key.shape[2]), partial(self.observer, self)
-        if isinstance(self.observer, MassObserver) and key.device.type != "cpu":
-            first_row = num_before(self.positions, self.observer.first_position)
-            output, mass = attend_by_rows(query, key, value, allowed, scores, first_row, sinks)
-            self.observer.note(self, mass, value[0])
-            return output
-        return attend_by_head(query, key, value, allowed, scores, sinks=sinks, observe=observe)
+        observer, allowed = self.observer, self.dense(key.shape[2])
+        if not isinstance(observer, MassObserver) or key.device.type == "cpu":
+
+            def show(_: slice, rows: slice, weights: torch.Tensor, values: torch.Tensor) -> None:
+                assert observer is not None
+                observer(self, rows, weights[0], values[0])
+
+            return attend_densely(query, key, value, allowed, scores, sinks=sinks, observe=show)
+        num_heads, num_keys = key.shape[1], key.shape[2]
+        mass = torch.zeros(num_heads, num_keys, device=key.device)
+        first_row = num_before(self.positions, observer.first_position)
+
+        def note(_: slice, rows: slice, weights: torch.Tensor, __: torch.Tensor) -> None:
+            mass.add_(weights[:, :, max(0, first_row - rows.start) :].sum((1, 2)))
+
+        size = max(1, _SCORES_AT_ONCE // (query.shape[1] * num_keys))
+        given = query, key, value, allowed, scores
+        at_once = num_heads, size
+        output = attend_densely(*given, sinks=sinks, observe=note, at_once=at_once)
+        observer.note(self, mass, value[0])
+        return output
 
     @contextmanager
     def noting(self, value: torch.Tensor) -> Iterator[Mass | None]:
@@ -374,11 +343,7 @@ class RowMask:
 
 
 def _attend_in_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: RowMask,
-    scores: Scores,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: RowMask, scores: Scores
 ) -> torch.Tensor | None:
     """Return ``[1, n, heads, D]`` and show the observer; None if PyTorch has to compute it."""
     observer = mask.observer
@@ -394,153 +359,86 @@ def _attend_in_kernel(
     ):
         return None
     with mask.noting(value[0]) as mass:
-        output = attend(
-            query[0],
-            key[0],
-            value[0],
-            mask.positions - mask.first_key,
-            scores._replace(window=mask.window),
-            mass,
-        )
+        last_keys, scores = mask.positions - mask.first_key, scores._replace(window=mask.window)
+        output = attend(query[0], key[0], value[0], last_keys, scores, mass)
     return output[None]
 
 
-def _scores_of(query: torch.Tensor, scaling: float | None, softcap: float | None) -> Scores:
-    """Return how a layer weighs keys, by what it gives to its attention function."""
-    return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+def _row_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Obey masks of rows, that attend by themselves, or that end the layer."""
+    mask = call.mask
+    if isinstance(mask, OwnMask):
+        return mask.attend(call), None
+    if not isinstance(mask, RowMask):
+        return call.plainly()
+    output = attend_rows(call, mask)
+    if mask.stops:
+        raise AttentionDone
+    return output, None
 
 
-def _row_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: RowMask | torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if not isinstance(attention_mask, RowMask):
-        return sdpa_of_transformers(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-    if kwargs.get("s_aux") is not None:  # only the family's own function knows sinks
-        return _row_attention_eager(module, query, key, value, attention_mask, scaling, **kwargs)
-    softcap = kwargs.get("softcap")
-    scores = _scores_of(query, scaling, softcap)
-    if softcap is None:
-        output = _attend_in_kernel(query, key, value, attention_mask, scores)
+def attend_rows(call: AttentionCall, mask: RowMask) -> torch.Tensor:
+    """Return what rows gather, ``[1, n, heads, D]``, and show the observer."""
+    query, key, value, scores, sinks = call.query, call.key, call.value, call.scores, call.sinks
+    is_capped = call.more.get("softcap") is not None
+    if call.in_kernel:
+        output = _attend_in_kernel(query, key, value, mask, scores)
         if output is not None:
-            return output, None
-    if attention_mask.observer is not None:
-        output = attention_mask.show(query, key, value, scores)
-        if softcap is None:
-            return output, None
-    if softcap is not None:
+            return output
+    is_eager = call.is_eager or sinks is not None
+    if mask.observer is not None:
+        output = mask.show(query, key, value, scores, sinks)
+        if not (is_eager or is_capped):
+            return output
+    if is_eager:
+        # Only the family's own function knows its soft-capping and sinks.
+        dense = mask.dense(key.shape[2])
+        additive = torch.zeros(dense.shape, dtype=query.dtype, device=query.device)
+        additive.masked_fill_(~dense, torch.finfo(query.dtype).min)
+        plain = eager_function(call.module)
+        return call._replace(plain=plain, mask=additive[None, None]).plainly()[0]
+    if is_capped:
         # Soft-capping stays as in the plain pipeline, whatever the installed Transformers does with
         # it here (older ones ignore it, newer ones refuse it).
-        mask = attention_mask.dense(key.shape[2])[None, None]
-        return sdpa_of_transformers(module, query, key, value, mask, scaling=scaling, **kwargs)
+        return call._replace(mask=mask.dense(key.shape[2])[None, None]).plainly()[0]
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
     num_groups = num_heads // num_kv_heads
     # Query heads that share a key head become a batch over the *same* keys: expand() copies
     # nothing, whereas Transformers' repeat_kv would copy every key of the prompt per group.
     grouped = query.view(num_kv_heads, num_groups, num_rows, head_dim).transpose(0, 1)
-    is_square = attention_mask.is_square and attention_mask.visible is None
+    is_square = mask.is_square and mask.visible is None
     output = scaled_dot_product_attention(
         grouped,
         key.expand(num_groups, -1, -1, -1),
         value.expand(num_groups, -1, -1, -1),
-        attn_mask=None if is_square else attention_mask.dense(key.shape[2]),
+        attn_mask=None if is_square else mask.dense(key.shape[2]),
         is_causal=is_square,
-        scale=scaling,
+        scale=call.scaling,
     )
     # [G, H, n, D] -> [1, n, H * G, D], the order in which the output projection expects heads.
-    return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, value.shape[-1]), None
-
-
-def _row_attention_eager(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: RowMask | torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend with the family's own eager function: only that one knows its soft-capping."""
-    if isinstance(attention_mask, RowMask):
-        scores = _scores_of(query, scaling, kwargs.get("softcap"))
-        # The kernel has soft caps but no sinks.
-        if scores.softcap and kwargs.get("s_aux") is None:
-            output = _attend_in_kernel(query, key, value, attention_mask, scores)
-            if output is not None:
-                return output, None
-        if attention_mask.observer is not None:
-            attention_mask.show(query, key, value, scores, kwargs.get("s_aux"))
-        mask = attention_mask.dense(key.shape[2])
-        additive = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-        additive.masked_fill_(~mask, torch.finfo(query.dtype).min)
-        attention_mask = additive[None, None]
-    return eager_function(module)(
-        module, query, key, value, attention_mask, scaling=scaling, **kwargs
-    )
-
-
-def _obeying(attend: AttentionFunction, *, caps: bool) -> AttentionFunction:
-    """Wrap `attend` so that it obeys masks that attend by themselves, or that end the layer.
-
-    Parameters
-    ----------
-    caps
-        Whether `attend` leaves soft-capped scores to the kernel, or those without a cap.
-    """
-
-    def attention(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: RowMask | OwnMask | torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if isinstance(attention_mask, OwnMask):
-            is_capped = kwargs.get("softcap") is not None
-            in_kernel = is_capped is caps and kwargs.get("s_aux") is None
-            return attention_mask.attend(
-                attend, module, query, key, value, in_kernel=in_kernel, **kwargs
-            ), None
-        output = attend(module, query, key, value, attention_mask, **kwargs)
-        if isinstance(attention_mask, RowMask) and attention_mask.stops:
-            raise AttentionDone
-        return output
-
-    return attention
+    return output.permute(2, 1, 0, 3).reshape(1, num_rows, num_heads, value.shape[-1])
 
 
 def _whole_attention(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with the last rows of whole sequences, to all keys before each in the window."""
-    query, key, value, kwargs = call.query, call.key, call.value, call.more
-    scores = _scores_of(query, call.scaling, kwargs.get("softcap"))
+    query, key, value = call.query, call.key, call.value
     num_rows, num_keys = query.shape[2], key.shape[2]
-    rows = RowMask(torch.arange(num_keys - num_rows, num_keys), 0, kwargs.get("sliding_window"))
+    window = call.more.get("sliding_window")
+    rows = RowMask(torch.arange(num_keys - num_rows, num_keys), 0, window)
     outputs = []
     for index in range(len(query)):
         one = slice(index, index + 1)
         output = None
-        if kwargs.get("s_aux") is None:  # the kernel has no sinks
-            output = _attend_in_kernel(query[one], key[one], value[one], rows, scores)
+        if call.sinks is None:  # the kernel has no sinks
+            output = _attend_in_kernel(query[one], key[one], value[one], rows, call.scores)
         if output is None:
             return call.plainly()
         outputs.append(output)
     return torch.cat(outputs), None
 
 
-register_attention(
-    _NAME,
-    _obeying(_row_attention, caps=False),
-    _obeying(_row_attention_eager, caps=True),
-)
+register_around(_NAME, _row_attention)
 register_around(_WHOLE_NAME, _whole_attention)
 
 

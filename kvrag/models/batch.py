@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.kvcache import FusedKV
-from kvrag.models.attention import RowMask
+from kvrag.models.attention import RowMask, attend_rows
 from kvrag.models.families import Chunked
-from kvrag.models.implementations import AttentionFunction, OwnMask
+from kvrag.models.implementations import AttentionCall, OwnMask
 from kvrag.models.writers import write_rows
-from kvrag.native import ATTENTION_TYPES, Buffers, Scores, attend_each
+from kvrag.native import ATTENTION_TYPES, Buffers, attend_each
 
 # A captured step attends to whole blocks of keys, of which the last are masked.
 KEY_BLOCK = 1024
@@ -115,58 +114,32 @@ class BatchRows(OwnMask):
         self._layer_index, self._shapes = layer_idx, (key_states.shape, value_states.shape)
         return key_states, value_states
 
-    def attend(
-        self,
-        plain: AttentionFunction,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        in_kernel: bool,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """Write each row to its buffer, and return what the rows gather ``[1, B, heads, D]``."""
-        layer_index = self._layer_index
+        layer_index, window = self._layer_index, self._windows[self._layer_index]
+        query, key, value = call.query, call.key, call.value
         if (key.shape, value.shape) != self._shapes:
             raise UnsupportedModelError(
-                f"{type(module).__name__} attends to other keys and values than it keeps in the "
-                "cache, so rows of several prompts cannot be computed together"
+                f"{type(call.module).__name__} attends to other keys and values than it keeps in "
+                "the cache, so rows of several prompts cannot be computed together"
             )
-        if in_kernel and self.in_kernel and not isinstance(self._windows[layer_index], Chunked):
-            scaling = kwargs.get("scaling")
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            scores = Scores(scale, kwargs.get("softcap") or 0.0, self._windows[layer_index])
-            keys, values = self.addresses[:, layer_index]
-            return attend_each(
-                query[0],
-                key[0],
-                value[0],
-                Buffers(keys, values, self.capacities, self.places),
-                scores,
-            )[None]
+        if call.in_kernel and self.in_kernel and not isinstance(window, Chunked):
+            buffers = Buffers(*self.addresses[:, layer_index], self.capacities, self.places)
+            scores = call.scores._replace(window=window)
+            return attend_each(query[0], key[0], value[0], buffers, scores)[None]
         outputs = []
         for number, row in enumerate(self._rows):
             one = slice(number, number + 1)
             place = self._at[one]
             own_keys, own_values = row.fused.keys[layer_index], row.fused.values[layer_index]
             write_rows(own_keys[0], own_values[0], place, key[0, :, one], value[0, :, one], None)
-            window = self._windows[layer_index]
             if self._ends:
                 end = self._ends[number]
                 least = (end - 1) // KEY_BLOCK * KEY_BLOCK + 1
             else:
                 least = end = row.place + 1
             first = 0 if window is None else max(0, least - window)
-            seen = slice(first, end)
-            mask = RowMask(place, first, window)
-            output, _ = plain(
-                module,
-                query[:, :, one],
-                own_keys[:, :, seen],
-                own_values[:, :, seen],
-                mask,
-                **kwargs,
-            )
-            outputs.append(output)
+            seen = own_keys[:, :, first:end], own_values[:, :, first:end]
+            alone = call._replace(query=query[:, :, one], key=seen[0], value=seen[1])
+            outputs.append(attend_rows(alone, RowMask(place, first, window)))
         return torch.cat(outputs, dim=1)

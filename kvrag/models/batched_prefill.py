@@ -26,7 +26,7 @@ from kvrag.models.rows import RowPass
 from kvrag.native.gpu.rows import RowOperations, RowPlaces
 
 if TYPE_CHECKING:
-    from kvrag.models.row_methods import RowMethods
+    from kvrag.models.kv_model import KVModel
 
 _MOST_KEPT = 16
 
@@ -63,7 +63,7 @@ class Share:
         The share of the time that it took to start them.
     """
 
-    model: RowMethods
+    model: KVModel
     layers: range
     hidden: torch.Tensor
     of: RowPass
@@ -110,7 +110,7 @@ def meets() -> bool:
 
 
 def share_of(
-    model: RowMethods,
+    model: KVModel,
     layers: range,
     hidden: torch.Tensor,
     of: RowPass,
@@ -246,7 +246,7 @@ def _replay(shares: Sequence[Share]) -> bool:
     """Replay a graph of all shares; return False if it is not captured yet."""
     graphs = shares[0].graphs
     assert graphs is not None
-    return graphs.run_joined(
+    return graphs.run(
         shares[0].layers,
         [one.hidden for one in shares],
         [one.of.rows for one in shares],

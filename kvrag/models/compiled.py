@@ -296,42 +296,32 @@ class CompiledLayers:
             gate = "gate"
             for operation in operations:
                 if isinstance(operation, Gate):
-                    self._gate(operation)
-                    gate = "gate 2"
+                    gate, up, to = "gate 2", self._slots["up"], self._slots["gate 2"]
+                    rows.gate(self._slots["gate"], up, to, is_gelu=operation.is_gelu)
                 elif isinstance(operation, Attention):
                     self._attend(operation)
                 elif isinstance(operation, RowNorm):
-                    self._norm(operation.norm, operation.source, operation.to, operation.adds)
+                    self._norm(*operation)
                 else:
                     source = gate if operation.source == "gate" else operation.source
-                    self._linear(operation.layer, source, operation.to, operation.adds)
+                    self._linear(*operation._replace(source=source))
             rows.end_layer()
         # The angles of rows that were computed last, by table: layers share both.
         self._angles: tuple[torch.Tensor, dict[int, tuple[RotaryTable, RotaryTable]]]
         self._angles = torch.empty(0), {}
 
-    def _gate(self, operation: Gate) -> None:
-        gate, up, to = (self._slots[name] for name in ("gate", "up", "gate 2"))
-        self._rows.gate(gate, up, to, is_gelu=operation.is_gelu)
-
     def _attend(self, operation: Attention) -> None:
         rows, slots = self._rows, self._slots
-        turned = {}
+        turned = []
         for number, name in enumerate(("query", "key")):
             source, to = name, f"{name} 2"
             if operation.norms is not None:
                 self._norm(operation.norms[number], source, to, adds=False)
                 source, to = to, source
             rows.rotate(slots[source], slots[to], operation.table, self._head_dim)
-            turned[name] = slots[to]
-        rows.attend(
-            turned["query"],
-            turned["key"],
-            slots["value"],
-            slots["gathered"],
-            self._head_dim,
-            operation.scores,
-        )
+            turned.append(slots[to])
+        given = *turned, slots["value"], slots["gathered"]
+        rows.attend(*given, self._head_dim, operation.scores)
 
     def _linear(self, linear: nn.Linear, source: str, to: str, adds: bool) -> None:
         read, write = self._slots[source], self._slots["moved" if adds else to]
@@ -365,14 +355,8 @@ class CompiledLayers:
         batch
             The rows, on the CPU.
         """
-        used = [tables[index] for index in self._first_layers]
-        self._rows.run(
-            hidden,
-            [(table.cos, table.sin) for table in used],
-            batch.addresses,
-            batch.capacities,
-            batch.places,
-        )
+        used = [(tables[index].cos, tables[index].sin) for index in self._first_layers]
+        self._rows.run(hidden, used, batch.addresses, batch.capacities, batch.places)
 
     def can_run(self, num_rows: int) -> bool:
         """Return whether this many rows of one prompt are computed as fast here as by modules."""
@@ -404,19 +388,13 @@ class CompiledLayers:
             Where to write what keys get; None: nowhere.
         """
         rows, first_key = mask.positions, mask.first_key
-        known, angles = self._angles
-        if known is not rows:
-            angles = {}
-            self._angles = rows, angles
+        if self._angles[0] is not rows:
+            self._angles = rows, {}
+        angles = self._angles[1]
         if id(table) not in angles:
             angles[id(table)] = table, table.at(rows)
         _, at = angles[id(table)]
         places = rows.numpy()
-        self._rows.run_layer(
-            layer_index,
-            hidden,
-            (at.cos, at.sin),
-            kv,
-            places - first_key if first_key else places,
-            mass,
-        )
+        if first_key:
+            places = places - first_key
+        self._rows.run_layer(layer_index, hidden, (at.cos, at.sin), kv, places, mass)

@@ -16,39 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from kvrag.native import Scores
+
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _plain: dict[str, str] = {}
 _functions: dict[str, AttentionFunction] = {}
 _told: set[str] = set()
-
-
-class OwnMask(ABC):
-    """A mask that attends by itself, where a layer's attention is one of ours."""
-
-    @abstractmethod
-    def attend(
-        self,
-        plain: AttentionFunction,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        in_kernel: bool,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Return the output ``[1, n, heads, D]`` of a layer's attention.
-
-        Parameters
-        ----------
-        plain
-            The attention function for ordinary masks and a `RowMask`.
-        module, query, key, value, kwargs
-            What the layer gives to its attention function.
-        in_kernel
-            Whether the compiled kernel knows all that this layer's attention does.
-        """
 
 
 def sdpa_of_transformers(*given: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -58,12 +32,80 @@ def sdpa_of_transformers(*given: Any, **kwargs: Any) -> tuple[torch.Tensor, torc
     return sdpa_attention_forward(*given, **kwargs)
 
 
-def register_attention(
-    name: str, over_sdpa: AttentionFunction, over_eager: AttentionFunction
+class AttentionCall(NamedTuple):
+    """What a layer gives to its attention function, and the plain function.
+
+    Attributes
+    ----------
+    plain
+        Of Transformers, or of the model's family.
+    is_eager
+        Whether it is the family's, which alone knows soft caps and sinks.
+    """
+
+    plain: AttentionFunction
+    is_eager: bool
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    scaling: float | None
+    more: Mapping[str, Any]
+
+    def plainly(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the plain function does."""
+        plain, _, *given, scaling, more = self
+        return plain(*given, scaling=scaling, **more)
+
+    @property
+    def scores(self) -> Scores:
+        """How the layer weighs keys."""
+        scale = self.query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        return Scores(scale, self.more.get("softcap") or 0.0)
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The score of what each head sees besides keys, if the model has one."""
+        return self.more.get("s_aux")
+
+    @property
+    def in_kernel(self) -> bool:
+        """Whether the compiled kernel knows all that this layer's attention does."""
+        return (self.more.get("softcap") is not None) is self.is_eager and self.sinks is None
+
+
+class OwnMask(ABC):
+    """A mask that attends by itself, where a layer's attention is one of ours."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Return the output ``[1, n, heads, D]`` of a layer's attention."""
+
+
+def register_around(
+    name: str, attend: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor | None]]
 ) -> None:
-    """Register an implementation as `name` and as ``name_eager``."""
+    """Register an implementation as `name` over ``sdpa``, and as ``name_eager``."""
+
+    def over(is_eager: bool) -> AttentionFunction:
+        def attention(
+            module: nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: Any,
+            scaling: float | None = None,
+            **kwargs: Any,
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            plain = eager_function(module) if is_eager else sdpa_of_transformers
+            given = module, query, key, value, attention_mask, scaling
+            return attend(AttentionCall(plain, is_eager, *given, kwargs))
+
+        return attention
+
     _plain.update({name: "sdpa", f"{name}_eager": "eager"})
-    _functions.update({name: over_sdpa, f"{name}_eager": over_eager})
+    _functions.update({name: over(False), f"{name}_eager": over(True)})
 
 
 def _tell_transformers() -> None:
@@ -82,47 +124,6 @@ def _tell_transformers() -> None:
 def own_attention(config: Any) -> AttentionFunction:
     """Return the implementation that a configuration names, which is one of ours."""
     return _functions[config._attn_implementation]
-
-
-class AttentionCall(NamedTuple):
-    """What a layer gives to its attention function, and the plain function."""
-
-    plain: AttentionFunction
-    module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    scaling: float | None
-    more: Mapping[str, Any]
-
-    def plainly(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the plain function does."""
-        plain, *given, scaling, more = self
-        return plain(*given, scaling=scaling, **more)
-
-
-def register_around(
-    name: str, attend: Callable[[AttentionCall], tuple[torch.Tensor, torch.Tensor | None]]
-) -> None:
-    """Register an implementation that may leave the work to the plain one."""
-
-    def over(plain_of: Callable[[nn.Module], AttentionFunction]) -> AttentionFunction:
-        def attention(
-            module: nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
-            scaling: float | None = None,
-            **kwargs: Any,
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            given = module, query, key, value, attention_mask, scaling
-            return attend(AttentionCall(plain_of(module), *given, kwargs))
-
-        return attention
-
-    register_attention(name, over(lambda _: sdpa_of_transformers), over(eager_function))
 
 
 def plain_implementation(name: str) -> str:

@@ -28,11 +28,13 @@ from kvrag.models.batch import BatchRow
 from kvrag.models.caches import CaptureCache
 from kvrag.models.families import INSTEAD, context_window
 from kvrag.models.quantised import is_quantised
-from kvrag.models.row_methods import RowMethods
 from kvrag.models.rows import RowPass
 from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.process import working
 from kvrag.regularfile import replace_file
+
+# `kvrag.models.kv_model`, which has it, imports this module.
+KVModel = Any
 
 _HEAD, _FIRST, _SECOND, _QUESTION = 3, 28, 25, 8
 _NUM_TOKENS = _HEAD + _FIRST + _SECOND + _QUESTION
@@ -78,9 +80,7 @@ class Check:
         return self.figure <= self.bound
 
 
-def prove(
-    model: RowMethods, make: Callable[[PreTrainedModel], RowMethods]
-) -> tuple[list[Check], str]:
+def prove(model: KVModel, make: Callable[[PreTrainedModel], KVModel]) -> tuple[list[Check], str]:
     """Return what a self-test measured, and why there is no small model, if there is none.
 
     Parameters
@@ -101,9 +101,7 @@ def prove(
     return checks + list(_checks(model, "loaded")), why
 
 
-def require(
-    model: RowMethods, fingerprint: str, prove: Callable[[], tuple[list[Check], str]]
-) -> None:
+def require(model: KVModel, fingerprint: str, prove: Callable[[], tuple[list[Check], str]]) -> None:
     """Raise UnsupportedModelError, with the figure and the layer, unless a model proves itself.
 
     `prove` returns what the function of that name does.
@@ -205,7 +203,7 @@ def _changing_soon(rope: Any) -> Any:
     return made | {name: min(made[name], 2 * _WINDOW) for name in _LENGTHS if made.get(name)}
 
 
-def _num_tokens(model: RowMethods) -> int:
+def _num_tokens(model: KVModel) -> int:
     """Return how many tokens a self-test reads: past each place where layers change, if near."""
     rope: Any = getattr(model.hf.config, "rope_parameters", None) or {}
     kinds = [rope, *(one for one in rope.values() if isinstance(one, dict))]
@@ -221,7 +219,7 @@ def bound_of(hf: Any) -> float:
 
 
 @torch.no_grad()
-def _checks(model: RowMethods, name: str) -> Iterator[Check]:
+def _checks(model: KVModel, name: str) -> Iterator[Check]:
     hf: Any = model.hf
     is_exact = bound_of(hf) == _EXACT
     # The furthest of many thousands of logits in 16 bits is noise.
@@ -270,7 +268,7 @@ def _checks(model: RowMethods, name: str) -> Iterator[Check]:
         yield Check(name, "the next token of an answer", apart(logits, expected), bound)
 
 
-def _moved(model: RowMethods, name: str, ids: torch.Tensor, near: float) -> Check:
+def _moved(model: KVModel, name: str, ids: torch.Tensor, near: float) -> Check:
     """Keys that are moved by some positions are those that each layer makes there, and back."""
     rows = torch.arange(len(ids), device=model.device)
     buffer = FusedKV(model.spec, len(ids), len(ids), model.device)
@@ -296,7 +294,7 @@ def _moved(model: RowMethods, name: str, ids: torch.Tensor, near: float) -> Chec
 
 
 def _swapped(
-    model: RowMethods, name: str, ids: torch.Tensor, plain: list[list[torch.Tensor]], near: float
+    model: KVModel, name: str, ids: torch.Tensor, plain: list[list[torch.Tensor]], near: float
 ) -> Check:
     """Two chunks that are encoded alone and placed the other way round: the first layer's KV."""
     tables = model.tables(_NUM_TOKENS)
@@ -314,7 +312,7 @@ def _swapped(
     return Check(name, "two chunks swapped, first layer", off, near, 0)
 
 
-def _captured(model: RowMethods, ids: torch.Tensor) -> list[list[torch.Tensor]]:
+def _captured(model: KVModel, ids: torch.Tensor) -> list[list[torch.Tensor]]:
     """Return each layer's keys and values ``[H, n, D]`` as Transformers computes them."""
     cache = CaptureCache(model.spec.num_layers)
     hf: Any = model.hf
@@ -324,7 +322,7 @@ def _captured(model: RowMethods, ids: torch.Tensor) -> list[list[torch.Tensor]]:
     return [[keys[0], values[0]] for keys, values in kept]
 
 
-def _in_two(model: RowMethods, ids: torch.Tensor) -> torch.Tensor:
+def _in_two(model: KVModel, ids: torch.Tensor) -> torch.Tensor:
     """Return Transformers' own logits when it computes a prompt in two pieces."""
     hf: Any = model.hf
     given = {CACHE_ARGUMENT: DynamicCache(config=hf.config), "use_cache": True}
@@ -335,7 +333,7 @@ def _in_two(model: RowMethods, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _computed(
-    model: RowMethods, ids: torch.Tensor, rows: torch.Tensor, fused: FusedKV
+    model: KVModel, ids: torch.Tensor, rows: torch.Tensor, fused: FusedKV
 ) -> torch.Tensor:
     """Return the last row's logits, after the rows were computed into a buffer."""
     tables = model.tables(len(ids))
@@ -344,7 +342,8 @@ def _computed(
         of = RowPass(rows, fused, tables)
         for index in range(len(tables)):
             model.rows.forward(index, hidden, of)
-        return model.logits(hidden[-1:])[0]
+        logits: torch.Tensor = model.logits(hidden[-1:])[0]
+        return logits
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:

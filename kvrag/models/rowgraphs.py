@@ -12,13 +12,13 @@ import gc
 import logging
 import os
 import threading
-from bisect import bisect_left, insort
-from collections import OrderedDict, defaultdict
+from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -365,22 +365,18 @@ class RowGraphs:
         linears = (one for one in description.layers[0] if isinstance(one, Linear))
         weights = sum(one.layer.weight.numel() for one in linears)
         self._most_filled = _MOST_FILLED / weights
-        self._graphs: dict[tuple[int, int, bool], Graph[None]] = {}
-        # Those of several prompts, by their number as well; what each reads.
-        self._joined: dict[tuple[int, int, bool, int], Graph[None]] = {}
+        # By first layer, bucket, whether attention is noted, and the number of prompts.
+        self._graphs: dict[tuple[int, int, bool, int], Graph[None]] = {}
+        self._wanted: set[tuple[int, bool, int]] = set()
+        # What graphs read, which do not keep it alive: of each prompt, of all rows, their inputs.
         self._each: dict[tuple[int, int], RowOperations] = {}
         self._over: dict[int, RowOperations] = {}
-        self._hidden_of: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
-        self._owners: Sequence[torch.Tensor] = ()
+        self._hidden: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
+        # A line for a prompt alone, then one for each of several; of no rows until it is written.
+        self._states = self._positions = torch.empty(0)
+        # Whose are written there: of a prompt alone, of several.
+        self._owners: list[Sequence[torch.Tensor]] = [(), ()]
         self._most_joined = min(MOST_JOINED, slots.most_rows)
-        # The buckets of these, ascending, by first layer; their inputs, by bucket.
-        self._captured: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
-        self._hidden: dict[int, torch.Tensor] = {}
-        self._operations: dict[int, RowOperations] = {}
-        self._wanted: set[tuple[int, bool, int]] = set()
-        # 0 rows until a prompt's state is written there.
-        self._state = self._positions = torch.empty(0)
-        self._owner: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets: tuple[int, ...] = (*BUCKETS, slots.most_rows)
         self._has_said = False
@@ -397,7 +393,7 @@ class RowGraphs:
         bucket = self.bucket_of(num_rows)
         if not group or bucket is None or not uses_graphs():
             return range(0)
-        if (layer_index, bucket, looks) in self._graphs:
+        if (layer_index, bucket, looks, 1) in self._graphs:
             return group
         self._wanted.add((bucket, looks, 1))
         return range(0)
@@ -408,7 +404,7 @@ class RowGraphs:
         fitting = [one for one in MANY if bucket and one * bucket <= self._most_joined]
         return fitting[-1] if fitting else 1
 
-    def run_joined(
+    def run(
         self,
         layers: range,
         hidden: Sequence[torch.Tensor],
@@ -417,32 +413,49 @@ class RowGraphs:
         *,
         looks: bool,
     ) -> bool:
-        """Do what `run` does for several prompts of one bucket, if that is captured; say whether.
+        """Replace inputs of layers by outputs, for prompts of one bucket, if that is captured.
 
-        There are two or more, at most as many as `room_for` says.
+        Hold the lock. For one prompt, for which `find` has said so, it is.
+
+        Parameters
+        ----------
+        hidden
+            ``[n, hidden]`` of each prompt. There are at most as many as `room_for` says.
+        rows
+            ``[n]`` ascending positions.
+        states
+            `RowPlaces.state` of the rows, on the card: the same tensor for the same rows.
         """
-        bucket, many = self.bucket_of(len(rows[0])), next(one for one in MANY if one >= len(rows))
-        if bucket is None:  # since `find`, memory has ended
+        bucket = self.bucket_of(len(rows[0]))
+        many = next(one for one in (1, *MANY) if one >= len(rows))
+        if many == 1 and (layers.start, bucket, looks, 1) not in self._graphs:
+            # Since `find`, memory has ended, and with it buckets that lack other graphs.
+            bucket = min(
+                size
+                for first, size, *kind in self._graphs
+                if (first, kind) == (layers.start, [looks, 1]) and size >= len(rows[0])
+            )
+        if bucket is None:
             return False
-        graph = self._joined.get((layers.start, bucket, looks, many))
+        graph = self._graphs.get((layers.start, bucket, looks, many))
         if graph is None:
             self._wanted.add((bucket, looks, many))
             return False
         self._slots.follow()
-        if [*map(id, self._owners)] != [*map(id, states)]:
-            self._owners = states
-            for number, (some, state) in enumerate(zip(rows, states, strict=True)):
-                self._each_positions[number, : len(some)].copy_(some)
-                self._states[number, : len(state)].copy_(state)
-            self._states[len(rows) : many].zero_()
-        slots = [
-            slot[: len(one)]
-            for slot, one in zip(self._hidden_of[bucket, many], hidden, strict=False)
-        ]
-        for slot, one in zip(slots, hidden, strict=True):
+        first = int(many > 1)
+        if [*map(id, self._owners[first])] != [*map(id, states)]:
+            self._owners[first] = states
+            for line, (some, state) in enumerate(zip(rows, states, strict=True), first):
+                self._positions[line, : len(some)].copy_(some)
+                self._states[line, : len(state)].copy_(state)
+            if len(rows) < many:
+                self._states[first + len(rows) : first + many].zero_()
+        given = zip(self._hidden[bucket, many], hidden, strict=False)
+        pairs = [(slot[: len(one)], one) for slot, one in given]
+        for slot, one in pairs:
             slot.copy_(one)
         graph.replay()
-        for slot, one in zip(slots, hidden, strict=True):
+        for slot, one in pairs:
             one.copy_(slot)
         return True
 
@@ -454,39 +467,6 @@ class RowGraphs:
             return None
         bucket = buckets[place]
         return bucket if bucket - num_rows <= self._most_filled else None
-
-    def run(
-        self,
-        layers: range,
-        hidden: torch.Tensor,
-        rows: torch.Tensor,
-        state: torch.Tensor,
-        *,
-        looks: bool,
-    ) -> None:
-        """Replace the inputs of the layers of `find` by their outputs. Hold the lock.
-
-        Parameters
-        ----------
-        hidden
-            ``[n, hidden]``.
-        rows
-            ``[n]`` ascending positions.
-        state
-            `RowPlaces.state` of the rows, on the card: the same tensor for the same rows.
-        """
-        # Since `find`, memory may have ended, and with it buckets that lack other graphs.
-        buckets = self._captured[layers.start, looks]
-        bucket = buckets[bisect_left(buckets, len(rows))]
-        self._slots.follow()
-        if self._owner is not state:
-            self._positions[: len(rows)].copy_(rows)
-            self._state[: len(state)].copy_(state)
-            self._owner = state
-        slot = self._hidden[bucket][: len(rows)]
-        slot.copy_(hidden)
-        self._graphs[layers.start, bucket, looks].replay()
-        hidden.copy_(slot)
 
     @property
     def wants_more(self) -> bool:
@@ -521,13 +501,11 @@ class RowGraphs:
         # More would take other slots, and graphs do not keep theirs alive.
         self._most_joined = min(self._most_joined, most)
         self._buckets = tuple(sorted({*(one for one in BUCKETS if one < most), most}))
-        numbers = torch.long
-        num_numbers = 10 + 2 * len(self._description.layers)
-        self._state = torch.zeros(num_numbers, dtype=numbers, device=self._device)
-        self._positions = torch.zeros(most, dtype=numbers, device=self._device)
-        shape = MANY[-1], MOST_JOINED // MANY[0]
-        self._each_positions = torch.zeros(shape, dtype=numbers, device=self._device)
-        self._states = torch.zeros(MANY[-1], num_numbers, dtype=numbers, device=self._device)
+        lines, num_numbers = 1 + MANY[-1], 10 + 2 * len(self._description.layers)
+        self._states, self._positions = (
+            torch.zeros(lines, width, dtype=torch.long, device=self._device)
+            for width in (num_numbers, most)
+        )
         self._stream = capture_stream(self._device)
         made = self._description
         kind = "rows by CUDA graphs", made.dtype, self._device, made.head_dim, made.num_heads
@@ -536,7 +514,7 @@ class RowGraphs:
 
     def _end(self) -> None:
         """Capture nothing more: what is captured stays in use."""
-        self._buckets = tuple(sorted({bucket for _, bucket, _ in self._graphs}))
+        self._buckets = tuple(sorted({key[1] for key in self._graphs if key[3] == 1}))
         self._wanted.clear()
 
     def _say_short(self) -> None:
@@ -563,51 +541,29 @@ class RowGraphs:
         if not self._capture(self._groups[0][:1], bucket, looks=False):
             raise RuntimeError("a capture failed")
         state = cardlayers.brought(again.state(), self._device)
-        self.run(self._groups[0], found, again.positions, state, looks=False)
-        del self._graphs[0, bucket, False], self._captured[0, False]
+        self.run(self._groups[0], [found], [again.positions], [state], looks=False)
+        del self._graphs[0, bucket, False, 1]
         pairs = ((found, expected), (again.keys[0], places.keys[0]))
         return max(tiled.distance(*pair) for pair in pairs)
 
     def _capture(self, group: range, bucket: int, *, looks: bool, many: int = 1) -> bool:
         """Capture a group of layers; return whether more may be captured."""
         assert self._stream is not None
-        graphs = self._graphs if many == 1 else self._joined
-        key: Any = (group.start, bucket, looks, many)[: 3 + (many > 1)]
-        if bucket not in self._buckets or key in graphs:
+        key = group.start, bucket, looks, many
+        if bucket not in self._buckets or key in self._graphs:
             return True
-        description = self._description
         # There are no rows: what is carried out here writes to slots alone.
         self._slots.follow()
-        self._owner = None
-        self._state.zero_()
+        self._owners = [(), ()]
+        self._states.zero_()
         try:
-            operations = self._operations.get(bucket)
-            if operations is None:
-                operations = cardlayers.kernels_over(
-                    self._positions[:bucket], self._state, description
-                )
-            prepared = Prepared(
-                description,
-                operations,
-                self._slots.of(bucket),
-                looks_from=0 if looks else None,
-                has_tables=True,
-            )
-
-            def run() -> None:
-                for layer_index in group:
-                    prepared.run(layer_index, description.layers[layer_index])
-
-            if many > 1:
-                run = self._over_many(group, bucket, looks, many)
-
+            run = self._running(group, bucket, looks, many)
             # Once as it is: kernels are loaded, and memory is taken, outside of the capture.
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 run()
             current.wait_stream(self._stream)
-            self._operations[bucket] = operations
             graph = capture(run, self._device, self._stream)
         except torch.OutOfMemoryError:
             if many > 1:
@@ -617,45 +573,34 @@ class RowGraphs:
             self._buckets = tuple(one for one in self._buckets if one < bucket)
             self._say_short()
             return bool(self._buckets)
-        if graph is None:
-            return False
-        graphs[key] = graph
-        if many > 1:
-            return True
-        self._hidden[bucket] = prepared.slots[HIDDEN]
-        insort(self._captured[group.start, looks], bucket)
-        return True
+        if graph is not None:
+            self._graphs[key] = graph
+        return graph is not None
 
-    def _over_many(self, group: range, bucket: int, looks: bool, many: int) -> Callable[[], None]:
-        """Return what computes a group of layers over a bucket of each of several prompts."""
+    def _running(self, group: range, bucket: int, looks: bool, many: int) -> Callable[[], None]:
+        """Return what computes a group of layers over a bucket of each of some prompts."""
         description, num_rows = self._description, bucket * many
-        self._owners = ()
-        self._states.zero_()
         slots = self._slots.of(num_rows)
-        # Graphs do not keep alive what they read.
-        operations = self._over.get(num_rows)
-        if operations is None:
-            full = torch.full((2,), num_rows, dtype=torch.long, device=self._device)
-            rows = torch.zeros(num_rows, dtype=torch.long, device=self._device)
-            operations = self._over[num_rows] = cardlayers.kernels_over(rows, full, description)
-        over = Prepared(description, operations, slots, looks_from=None)
         each = []
         for number in range(many):
-            if (bucket, number) not in self._each:
-                positions = self._each_positions[number, :bucket]
-                self._each[bucket, number] = cardlayers.kernels_over(
-                    positions, self._states[number], description
-                )
+            line = number + (many > 1)
+            if (bucket, line) not in self._each:
+                positions, state = self._positions[line, :bucket], self._states[line]
+                self._each[bucket, line] = cardlayers.kernels_over(positions, state, description)
+            part = {name: one[number * bucket :][:bucket] for name, one in slots.items()}
+            looks_from = 0 if looks else None
+            operations = self._each[bucket, line]
             each.append(
-                Prepared(
-                    description,
-                    self._each[bucket, number],
-                    {name: one[number * bucket :][:bucket] for name, one in slots.items()},
-                    looks_from=0 if looks else None,
-                    has_tables=True,
-                )
+                Prepared(description, operations, part, looks_from=looks_from, has_tables=True)
             )
-        self._hidden_of[bucket, many] = torch.split(slots[HIDDEN], bucket)
+        over = each[0]
+        if many > 1:
+            if num_rows not in self._over:
+                full = torch.full((2,), num_rows, dtype=torch.long, device=self._device)
+                rows = torch.zeros(num_rows, dtype=torch.long, device=self._device)
+                self._over[num_rows] = cardlayers.kernels_over(rows, full, description)
+            over = Prepared(description, self._over[num_rows], slots, looks_from=None)
+        self._hidden[bucket, many] = torch.split(slots[HIDDEN], bucket)
         return partial(run_together, group, over, lambda _: each)
 
 
@@ -709,7 +654,7 @@ class CapturedLayers(CardLayers):
             The table of each layer of the model.
         """
         state = self.state_of(rows, fused, tables, asked)
-        self._graphs.run(layers, hidden, rows, state, looks=asked is not None)
+        self._graphs.run(layers, [hidden], [rows], [state], looks=asked is not None)
 
     def state_of(
         self,

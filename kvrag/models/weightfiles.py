@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
-from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from kvrag.arguments import shown
 from kvrag.errors import ModelLoadError
-from kvrag.regularfile import open_regular, read_regular
+from kvrag.regularfile import read_regular
 
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # What a configuration counts or measures its modules by; positions need no weights.
 _SIZE = re.compile(r"(num|n)_.*|.*(_size|_dim|_heads|_layers|_experts|_rank)|d_.*|dim|.*_inner")
@@ -59,8 +56,7 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
     folder = Path(reference)
     files = _in_folder(folder) if folder.is_dir() else _of_hub(reference)
     named = {name: entry for path in files for name, entry in _entries(path)}
-    entries = named.values()
-    shapes = [[int(one) for one in entry["shape"]] for entry in entries]
+    shapes = [shape for _, shape in named.values()]
     if not shapes:
         raise ModelLoadError(
             f"{reference}: no *.safetensors with weights; expected {_ONE}, or the files that "
@@ -86,7 +82,7 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     needed = sum(one.numel() for one in (*model.parameters(), *model.buffers()))
     packed = _MOST_IN_ONE if is_quantised else {}
-    found = sum(math.prod(one["shape"]) * packed.get(one["dtype"], 1) for one in entries)
+    found = sum(math.prod(shape) * packed.get(kind, 1) for kind, shape in named.values())
     if needed > _SPARE_FACTOR * found + _SPARE_ELEMENTS:
         raise ModelLoadError(
             f"{reference}/config.json describes a model of {needed:,} numbers, but the files "
@@ -96,11 +92,11 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
     if is_quantised:
         return
     weights = model.state_dict()
-    for name, entry in named.items():
+    for name, (kind, shape) in named.items():
         own = name
         for pattern, short in TEXT_KEYS.items():
             own = re.sub(pattern, short, own)
-        shape, kind, weight = entry["shape"], entry["dtype"], weights.get(own)
+        weight = weights.get(own)
         is_float = name.endswith("weight") if weight is None else weight.is_floating_point()
         if is_float and kind not in _FLOATS:
             raise ModelLoadError(f"{reference}: {name} has numbers of type {kind}, {_UNNAMED}")
@@ -133,59 +129,20 @@ def _of_hub(name: str) -> list[Path]:
         return [Path(one) for one in get_checkpoint_shard_files(name, index)[0]]  # type: ignore[no-untyped-call]
 
 
-def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what a file's header says of each tensor, by its name."""
+def _entries(path: Path) -> Iterator[tuple[str, tuple[str, list[int]]]]:
+    """Yield the type and shape of each tensor that a file's header has, by its name."""
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = (
-                json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else {}
-            )
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                part = file.get_slice(name)
+                yield name, (part.get_dtype(), part.get_shape())
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path} is missing, but {_INDEX} names it; restore it") from error
-    except (ValueError, RecursionError):
-        header = {}
-    told, places = "is no safetensors file, or is cut short", []
-    try:
-        _ = [one.encode() for one in (header.pop("__metadata__", None) or {}).values()]
-        if not header:
-            raise ValueError(told)
-        for name, entry in header.items():
-            told = (
-                f"says {shown(entry)} of {shown(name)} in its header, expected dtype, shape and "
-                "data_offsets as [begin, end]"
-            )
-            begin, stop = map(index, entry["data_offsets"])
-            numbers = math.prod(map(index, entry["shape"]))
-            places.append((begin, stop, numbers * _bits(entry["dtype"]), name))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelLoadError(f"{path} {told}; restore it") from error
-    places.sort()
-    edges = 0, *(stop for _, stop, *_ in places)
-    wrong = [one for one in places if 8 * (one[1] - one[0]) != one[2]]
-    wrong += [one for edge, one in zip(edges, places, strict=False) if one[0] != edge]
-    if wrong:
-        begin, stop, bits, name = wrong[0]
+    except (OSError, SafetensorError) as error:
         raise ModelLoadError(
-            f"{path} has {name} at data_offsets [{begin}, {stop}] in its header, expected "
-            f"{bits // 8:,} bytes that follow the tensor before; restore it"
-        )
-    end = 8 + length + max(edges)
-    if end != size:
-        kind = "cut short" if end > size else "longer than its header says"
-        raise ModelLoadError(
-            f"{path} is {kind}: expected {end:,} bytes, found {size:,}; restore it"
-        )
-    yield from header.items()
-
-
-def _bits(kind: str) -> int:
-    """Return how many bits a number of one of the format's types has: F32, I8, BOOL, F8_E4M3."""
-    found = re.fullmatch(r"BOOL|(?:B?F|[IUC])(\d+)(?:_\w+)?", kind)
-    if found is None:
-        raise ValueError(kind)
-    return int(found[1] or 8)
+            f"{path} is no safetensors file, or is cut short or longer than its header says "
+            f"({error}); restore it"
+        ) from error
 
 
 def _sizes(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -97,11 +97,6 @@ def attend(
     num_kv_heads, num_keys, _ = keys.shape
     values = _floats(value, "value", query.dtype, (num_kv_heads, num_keys, None))
     check_scores(scores)
-    taken, first_counted = None, 0
-    if mass is not None:
-        shape = (num_kv_heads, num_keys)
-        taken = view(mass.out, "mass", np.float32, shape, contiguous=True, writable=True)
-        first_counted = mass.first_row
     out = query.new_empty(num_rows, num_heads, values.shape[2])
     kernels.attend(
         asked,
@@ -110,11 +105,21 @@ def attend(
         check_ascending(last_keys, "last_keys", num_rows, num_keys),
         _floats(out, "out", query.dtype, (None, None, None)),
         *scores.numbers(),
-        taken,
-        first_counted,
+        *mass_of(mass, num_kv_heads, num_keys),
         torch.get_num_threads(),
     )
     return out
+
+
+def mass_of(
+    mass: Mass | None, num_heads: int, num_keys: int
+) -> tuple[NDArray[np.float32] | None, int]:
+    """Return where mass goes, and the first row that counts, as kernels take them."""
+    if mass is None:
+        return None, 0
+    shape = (num_heads, num_keys)
+    taken = view(mass.out, "mass", np.float32, shape, contiguous=True, writable=True)
+    return taken, mass.first_row
 
 
 class Buffers(NamedTuple):
@@ -138,11 +143,7 @@ class Buffers(NamedTuple):
 
 
 def attend_each(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    buffers: Buffers,
-    scores: Scores,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buffers: Buffers, scores: Scores
 ) -> torch.Tensor:
     """Write each row's key and value to its own buffer, and attend to the keys there.
 

@@ -76,34 +76,21 @@ class RansModel:
         self.frequencies.flags.writeable = False
         self._tables = kernels.Model(self.frequencies)
 
-    @property
-    def num_classes(self) -> int:
-        """Number of tables."""
-        return int(self.frequencies.shape[0])
-
-    @property
-    def num_symbols(self) -> int:
-        """Number of symbols in each table, counted from 0."""
-        return int(self.frequencies.shape[1])
-
     def _check_classes(
         self, classes: ArrayLike, context: ArrayLike | None, shape: tuple[int, int]
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint8] | None]:
         """Return both as numpy arrays; raise ParameterError unless their sums are valid classes."""
         found = view(classes, "classes", np.uint16, (shape[0],), contiguous=True)
         contexts = None if context is None else view(context, "context", np.uint8, shape)
-        most = int(found.max(initial=0))
-        if contexts is not None:
-            most += int(contexts.max(initial=0))
-        if shape[0] and most >= self.num_classes:
-            greatest = found.astype(np.int64)
-            if contexts is not None:
-                greatest += contexts.max(axis=1, initial=0)
+        num_classes, more = len(self.frequencies), 0 if contexts is None else contexts
+        if int(found.max(initial=0)) + int(np.max(more, initial=0)) >= num_classes:
+            # Perhaps of different rows.
+            greatest = found + np.max(more, axis=-1, initial=0).astype(np.int64)
             row = int(greatest.argmax())
-            if greatest[row] >= self.num_classes:
+            if greatest[row] >= num_classes:
                 raise ParameterError(
-                    f"classes: row {row}: expected 0 to {self.num_classes - 1}, contexts added, "
-                    f"found {greatest[row]}"
+                    f"classes: row {row}: expected 0 to {num_classes - 1}, contexts added, found "
+                    f"{greatest[row]}"
                 )
         return found, contexts
 

@@ -57,17 +57,11 @@ def use_instruction_set(name: str) -> None:
         raise ParameterError(f"instruction set: expected one of {known}, found {name!r}")
 
 
-def _apply_environment() -> None:
-    name = os.environ.get(VARIABLE)
-    if not name:
-        return
+if name := os.environ.get(VARIABLE):
     try:
         use_instruction_set(name)
     except ParameterError as error:
         raise ParameterError(f"{VARIABLE}: {error}; unset it for the fastest one") from None
-
-
-_apply_environment()
 
 
 # -- arguments of kernels ------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvrag.native.attention import (
     check_ascending,
     check_places,
     check_scores,
+    mass_of,
 )
 from kvrag.native.kernels import (
     IS_COMPILED,
@@ -47,7 +48,65 @@ GROUP: int = kernels.GROUP
 """Inputs that share a scale in `GroupedLinear`."""
 
 
-class FewRowsLinear:
+class _Linear:
+    """What computes a linear layer.
+
+    Attributes
+    ----------
+    shape
+        Numbers of outputs and inputs.
+    """
+
+    shape: tuple[int, int]
+    _types: Sequence[torch.dtype] = ATTENTION_TYPES
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., num_outputs]`` for rows ``[..., num_inputs]``, in the rows' type.
+
+        Raises
+        ------
+        ParameterError
+            If the rows do not fit the weights, or are not of a type that can be computed, on the
+            CPU.
+        """
+        num_outputs, num_inputs = self.shape
+        if rows.shape[-1] != num_inputs or rows.dtype not in self._types:
+            raise ParameterError(
+                f"rows: expected {_told(self._types)} with {num_inputs} channels, found "
+                f"{rows.dtype} of shape {list(rows.shape)}"
+            )
+        rows = rows.detach().contiguous()
+        check_contiguous(rows, "rows", rows.dtype)
+        out = rows.new_empty(*rows.shape[:-1], num_outputs)
+        if rows.numel():
+            self._compute(rows, out, rows.numel() // num_inputs, *_how(rows.dtype))
+        return out
+
+    def _compute(
+        self, rows: torch.Tensor, out: torch.Tensor, count: int, is_bfloat16: bool, threads: int
+    ) -> None:
+        raise NotImplementedError
+
+
+def _how(dtype: torch.dtype) -> tuple[bool, int]:
+    """Return whether numbers are bfloat16, and how many threads kernels may use."""
+    return dtype == torch.bfloat16, check_threads(torch.get_num_threads())
+
+
+def _told(types: Sequence[torch.dtype]) -> str:
+    return " or ".join(map(str, types))
+
+
+def _filled(bias: torch.Tensor | None, num_outputs: int) -> torch.Tensor:
+    """Return a copy of a bias, or zeros, for whole panels of outputs."""
+    filled = torch.zeros(-(-num_outputs // INT8_PANEL) * INT8_PANEL)
+    if bias is not None:
+        check_shape(bias.shape, (num_outputs,), "bias")
+        filled[:num_outputs] = bias.detach()
+    return filled
+
+
+class FewRowsLinear(_Linear):
     """Computes a linear layer over weights as they are. Sums are float32.
 
     A row's bits do not depend on the other rows.
@@ -68,50 +127,25 @@ class FewRowsLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         if weight.dtype not in ATTENTION_TYPES:
-            known = ", ".join(map(str, ATTENTION_TYPES))
-            raise ParameterError(f"weight: expected {known}, found {weight.dtype}")
+            raise ParameterError(f"weight: expected {_told(ATTENTION_TYPES)}, found {weight.dtype}")
         check_shape(weight.shape, (None, None), "weight")
         check_contiguous(weight, "weight", weight.dtype)
         if bias is not None:
             check_shape(bias.shape, (weight.shape[0],), "bias")
             check_contiguous(bias, "bias", weight.dtype)
-        self._weight, self._bias = weight, bias
-        self._num_outputs, self._num_inputs = weight.shape
+        self._weight, self._bias, self._types = weight, bias, (weight.dtype,)
+        self.shape = weight.shape[0], weight.shape[1]
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., num_outputs]`` for rows ``[..., num_inputs]``, in the weights' type.
-
-        Raises
-        ------
-        ParameterError
-            If the rows do not fit the weights.
-        """
-        weight, bias = self._weight, self._bias
-        *shape, num_inputs = rows.shape
-        num_rows = rows.numel() // max(num_inputs, 1)
-        if num_inputs != self._num_inputs:
-            raise ParameterError(
-                f"rows: expected {self._num_inputs} channels, found {list(rows.shape)}"
-            )
-        rows = rows.detach().contiguous()
-        check_contiguous(rows, "rows", weight.dtype)
-        out = rows.new_empty(*shape, self._num_outputs)
-        if num_rows:
-            kernels.linear(
-                rows.data_ptr(),
-                weight.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                num_rows,
-                num_inputs,
-                self._num_outputs,
-                weight.dtype == torch.bfloat16,
-                check_threads(torch.get_num_threads()),
-            )
-        return out
+    def _compute(
+        self, rows: torch.Tensor, out: torch.Tensor, count: int, is_bfloat16: bool, threads: int
+    ) -> None:
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        given = rows.data_ptr(), self._weight.data_ptr(), bias, out.data_ptr()
+        num_outputs, num_inputs = self.shape
+        kernels.linear(*given, count, num_inputs, num_outputs, is_bfloat16, threads)
 
 
-class Int8Linear:
+class Int8Linear(_Linear):
     """Computes a linear layer in 8 bits, for any number of rows.
 
     Each row of inputs and each output's weights have a scale, their greatest magnitude over 127.
@@ -133,36 +167,26 @@ class Int8Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        if not IS_COMPILED:
-            raise ParameterError("8 bits need kvrag's compiled kernels: see 'kvrag doctor'")
+        _check_compiled("8 bits need")
         check_shape(weight.shape, (None, None), "weight")
-        self._num_outputs, self._num_inputs = num_outputs, num_inputs = weight.shape
-        if weight.device.type != "cpu" or not weight.is_floating_point() or not num_inputs:
+        self.shape = num_outputs, num_inputs = weight.shape[0], weight.shape[1]
+        is_fit = weight.device.type == "cpu" and weight.is_floating_point()
+        if not is_fit or not 0 < num_inputs <= MAX_INT8_INPUTS:
             raise ParameterError(
-                f"weight: expected floating numbers on the CPU, found {weight.dtype} of shape "
-                f"{list(weight.shape)} on {weight.device}"
+                f"weight: expected floating numbers on the CPU with 1 to {MAX_INT8_INPUTS} inputs, "
+                f"found {weight.dtype} of shape {list(weight.shape)} on {weight.device}"
             )
-        if num_inputs > MAX_INT8_INPUTS:
-            raise ParameterError(
-                f"weight: expected at most {MAX_INT8_INPUTS} inputs, found {num_inputs}"
-            )
-        if bias is not None:
-            check_shape(bias.shape, (num_outputs,), "bias")
-        panels = -(-num_outputs // INT8_PANEL)
-        quads = -(-num_inputs // _QUAD)
-        self._scale = torch.zeros(panels * INT8_PANEL)
-        self._bias = torch.zeros(panels * INT8_PANEL)
-        if bias is not None:
-            self._bias[:num_outputs] = bias.detach()
+        panels, quads = -(-num_outputs // INT8_PANEL), -(-num_inputs // _QUAD)
+        self._bias = _filled(bias, num_outputs)
+        self._scale = torch.zeros_like(self._bias)
         self._weight = torch.full((panels, quads, INT8_PANEL, _QUAD), 128, dtype=torch.uint8)
         # A part at a time, which takes a few megabytes more than the layer.
         for first in range(0, panels, _PANELS_AT_ONCE):
             laid = self._weight[first : first + _PANELS_AT_ONCE]
             outputs = slice(first * INT8_PANEL, (first + len(laid)) * INT8_PANEL)
             values = weight.detach()[outputs].float()
-            values = pad(
-                values, (0, quads * _QUAD - num_inputs, 0, laid.shape[0] * INT8_PANEL - len(values))
-            )
+            missing = quads * _QUAD - num_inputs, len(laid) * INT8_PANEL - len(values)
+            values = pad(values, (0, missing[0], 0, missing[1]))
             peak = values.abs().amax(1)
             self._scale[outputs] = peak / _PEAK
             values.mul_((_PEAK / peak.clamp_min(1e-30))[:, None]).round_().add_(128)
@@ -171,46 +195,21 @@ class Int8Linear:
             raise ParameterError("weight: expected finite numbers, found infinite ones or NaN")
 
     @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weights, scales and biases as kernels take them."""
-        return self._weight, self._scale, self._bias
+    def parts(self) -> tuple[int, int, int]:
+        """Addresses of weights, scales and biases as kernels take them."""
+        return self._weight.data_ptr(), self._scale.data_ptr(), self._bias.data_ptr()
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Numbers of outputs and inputs."""
-        return self._num_outputs, self._num_inputs
+    def _compute(
+        self, rows: torch.Tensor, out: torch.Tensor, count: int, is_bfloat16: bool, threads: int
+    ) -> None:
+        num_outputs, num_inputs = self.shape
+        given = rows.data_ptr(), *self.parts, out.data_ptr()
+        kernels.int8_linear(*given, count, num_inputs, num_outputs, is_bfloat16, threads)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., num_outputs]`` for rows ``[..., num_inputs]``, in the rows' type.
 
-        Raises
-        ------
-        ParameterError
-            If the rows do not fit the weights, or are not float32 or bfloat16 on the CPU.
-        """
-        *shape, num_inputs = rows.shape
-        if num_inputs != self._num_inputs or rows.dtype not in ATTENTION_TYPES:
-            known = " or ".join(map(str, ATTENTION_TYPES))
-            raise ParameterError(
-                f"rows: expected {known} with {self._num_inputs} channels, found {rows.dtype} of "
-                f"shape {list(rows.shape)}"
-            )
-        rows = rows.detach().contiguous()
-        check_contiguous(rows, "rows", rows.dtype)
-        out = rows.new_empty(*shape, self._num_outputs)
-        kernels.int8_linear(
-            rows.data_ptr(),
-            self._weight.data_ptr(),
-            self._scale.data_ptr(),
-            self._bias.data_ptr(),
-            out.data_ptr(),
-            rows.numel() // num_inputs,
-            num_inputs,
-            self._num_outputs,
-            rows.dtype == torch.bfloat16,
-            check_threads(torch.get_num_threads()),
-        )
-        return out
+def _check_compiled(what: str) -> None:
+    if not IS_COMPILED:
+        raise ParameterError(f"{what} kvrag's compiled kernels: see 'kvrag doctor'")
 
 
 class GroupedWeight(NamedTuple):
@@ -357,12 +356,15 @@ class GroupedWeight(NamedTuple):
             raise ParameterError(f"outputs: expected numbers below {self.shape[0]}")
         outputs = outputs.contiguous()
         check_contiguous(outputs, "outputs", torch.int64)
-        out = torch.empty(*outputs.shape, self.shape[1], dtype=_checked_type(dtype))
-        GroupedLinear(self)._unpack(outputs, out)
+        if dtype not in ATTENTION_TYPES:
+            raise ParameterError(f"rows: expected {_told(ATTENTION_TYPES)}, found {dtype}")
+        out = torch.empty(*outputs.shape, self.shape[1], dtype=dtype)
+        kernel, count = GroupedLinear(self).kernel, outputs.numel()
+        kernels.grouped_rows(outputs.data_ptr(), kernel, out.data_ptr(), count, *_how(dtype))
         return out
 
 
-class GroupedLinear:
+class GroupedLinear(_Linear):
     """Computes a linear layer over a `GroupedWeight`, for any number of rows.
 
     Rows are quantised to 8 bits, a group at a time. Products of a group are summed exactly, and
@@ -383,82 +385,39 @@ class GroupedLinear:
     """
 
     def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None = None) -> None:
-        if not IS_COMPILED:
-            raise ParameterError(
-                "weights by groups need kvrag's compiled kernels: see 'kvrag doctor'"
-            )
-        num_outputs, num_inputs = self.shape = weight.shape
-        panels, groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // GROUP)
-        size = GROUP * INT8_PANEL * weight.bits // 8
-        check_shape(weight.numbers.shape, (panels, groups, size), "numbers")
-        check_contiguous(weight.numbers, "numbers", torch.uint8)
-        halves = 2 if weight.bits == 6 else 1
-        check_shape(weight.scale.shape, (panels, groups, halves, INT8_PANEL), "scale")
-        check_contiguous(weight.scale, "scale", torch.float16)
-        if weight.least is not None:
-            check_shape(weight.least.shape, (panels, groups, INT8_PANEL), "least")
-            check_contiguous(weight.least, "least", torch.float16)
-        if weight.bits not in (4, 5, 6, 8) or (weight.bits > 5 and weight.least is not None):
-            raise ParameterError(
-                f"bits: expected 4 or 5, or 6 or 8 without least; found {weight.bits}"
-            )
-        self._bias = torch.zeros(panels * INT8_PANEL)
-        if bias is not None:
-            check_shape(bias.shape, (num_outputs,), "bias")
-            self._bias[:num_outputs] = bias.detach()
-        self._weight = weight
+        _check_compiled("weights by groups need")
+        bits, (num_outputs, num_inputs), numbers, scale, least, factor = weight
+        if bits not in (4, 5, 6, 8) or (bits > 5 and least is not None):
+            raise ParameterError(f"bits: expected 4 or 5, or 6 or 8 without least; found {bits}")
+        panels = -(-num_outputs // INT8_PANEL), -(-num_inputs // GROUP)
+        for name, part, shape, dtype in (
+            ("numbers", numbers, (GROUP * INT8_PANEL * bits // 8,), torch.uint8),
+            ("scale", scale, (2 if bits == 6 else 1, INT8_PANEL), torch.float16),
+            ("least", least, (INT8_PANEL,), torch.float16),
+        ):
+            if part is not None:
+                check_shape(part.shape, (*panels, *shape), name)
+                check_contiguous(part, name, dtype)
+        self.shape, self._weight, self._bias = weight.shape, weight, _filled(bias, num_outputs)
         self.kernel = kernels.GroupedWeights(
-            weight.numbers.data_ptr(),
-            weight.scale.data_ptr(),
-            0 if weight.least is None else weight.least.data_ptr(),
+            numbers.data_ptr(),
+            scale.data_ptr(),
+            0 if least is None else least.data_ptr(),
             self._bias.data_ptr(),
-            weight.factor,
-            weight.bits,
+            factor,
+            bits,
             num_inputs,
             num_outputs,
         )
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., num_outputs]`` for rows ``[..., num_inputs]``, in the rows' type.
-
-        Raises
-        ------
-        ParameterError
-            If the rows do not fit the weights, or are not float32 or bfloat16 on the CPU.
-        """
-        *shape, num_inputs = rows.shape
-        if num_inputs != self.shape[1]:
-            raise ParameterError(
-                f"rows: expected {self.shape[1]} channels, found {list(rows.shape)}"
-            )
-        rows = rows.detach().contiguous()
-        check_contiguous(rows, "rows", _checked_type(rows.dtype))
-        out = rows.new_empty(*shape, self.shape[0])
-        kernels.grouped_linear(
-            rows.data_ptr(),
-            self.kernel,
-            out.data_ptr(),
-            rows.numel() // num_inputs,
-            rows.dtype == torch.bfloat16,
-            check_threads(torch.get_num_threads()),
-        )
-        return out
-
-    def _unpack(self, outputs: torch.Tensor, out: torch.Tensor) -> None:
-        is_bfloat16, threads = out.dtype == torch.bfloat16, check_threads(torch.get_num_threads())
-        kernels.grouped_rows(
-            outputs.data_ptr(), self.kernel, out.data_ptr(), outputs.numel(), is_bfloat16, threads
-        )
+    def _compute(
+        self, rows: torch.Tensor, out: torch.Tensor, count: int, is_bfloat16: bool, threads: int
+    ) -> None:
+        given = rows.data_ptr(), self.kernel, out.data_ptr()
+        kernels.grouped_linear(*given, count, is_bfloat16, threads)
 
 
 _OUTPUTS_AT_ONCE = 32 * INT8_PANEL
-
-
-def _checked_type(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in ATTENTION_TYPES:
-        known = " or ".join(map(str, ATTENTION_TYPES))
-        raise ParameterError(f"rows: expected {known}, found {dtype}")
-    return dtype
 
 
 def _planes(numbers: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
@@ -485,25 +444,20 @@ def _fitted(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """
     low, high = values.aminmax(dim=2, keepdim=True)
     middle = (low + high) / 2
-    best: tuple[torch.Tensor, ...] | None = None
+    best: tuple[torch.Tensor, ...] = (torch.full_like(low, math.inf), values, low, low)
     for share in (1.0, 0.95, 0.9, 0.85):
         least, scale = middle + (low - middle) * share, (high - low) * share / 15
         numbers = ((values - least) / scale.clamp_min(1e-30)).round_().clamp_(0, 15)
         # The line through what the numbers stand for.
         mean, center = numbers.mean(2, keepdim=True), values.mean(2, keepdim=True)
         spread = (numbers - mean).square().sum(2, keepdim=True)
-        fitted = ((numbers - mean) * (values - center)).sum(2, keepdim=True) / spread.clamp_min(
-            1e-9
-        )
-        scale = torch.where(spread > 0, fitted, scale)
+        products = ((numbers - mean) * (values - center)).sum(2, keepdim=True)
+        scale = torch.where(spread > 0, products / spread.clamp_min(1e-9), scale)
         least = center - scale * mean
         error = (numbers * scale + least - values).square().sum(2, keepdim=True)
-        found: tuple[torch.Tensor, ...] = error, numbers, scale, least
-        if best is not None:
-            pairs = zip(found, best, strict=True)
-            found = tuple(torch.where(error < best[0], new, old) for new, old in pairs)
-        best = found
-    assert best is not None
+        found = error, numbers, scale, least
+        pairs = zip(found, best, strict=True)
+        best = tuple(torch.where(error < best[0], new, old) for new, old in pairs)
     _, numbers, scale, least = best
     return numbers, scale[..., 0], least[..., 0]
 
@@ -530,8 +484,7 @@ class RowLayers:
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         if dtype not in ATTENTION_TYPES:
-            known = ", ".join(map(str, ATTENTION_TYPES))
-            raise ParameterError(f"dtype: expected {known}, found {dtype}")
+            raise ParameterError(f"dtype: expected {_told(ATTENTION_TYPES)}, found {dtype}")
         self._dtype = dtype
         self._widths = [width]
         self._kept: list[object] = []
@@ -549,79 +502,56 @@ class RowLayers:
 
     def linear(self, source: int, to: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Add a linear layer; the result of each row is that of `FewRowsLinear`."""
-        self._check(source, to)
         kept = self._keep(weight, (self._widths[to], self._widths[source]), "weight")
         added = 0 if bias is None else self._keep(bias, (self._widths[to],), "bias")
         self._layers.linear(source, to, kept, added)
 
     def quantised_linear(self, source: int, to: int, layer: Int8Linear | GroupedLinear) -> None:
         """Add a linear layer in 8 bits, or by groups."""
-        self._check(source, to)
         check_shape(layer.shape, (self._widths[to], self._widths[source]), "layer")
         self._kept.append(layer)
         if isinstance(layer, GroupedLinear):
             self._layers.grouped_linear(source, to, layer.kernel)
-            return
-        weight, scale, bias = (part.data_ptr() for part in layer.parts)
-        self._layers.int8_linear(source, to, weight, scale, bias)
+        else:
+            self._layers.int8_linear(source, to, *layer.parts)
 
     def norm(
         self, source: int, to: int, weight: torch.Tensor, epsilon: float, *, adds_one: bool
     ) -> None:
         """Add a norm of rows, or of their parts of the weight's length; see `rms_norm`."""
-        self._check(source, to)
-        self._check_equal(source, to)
+        self._check_parts(source, len(weight), "weight")
         kept = self._keep(weight, (None,), "weight")
-        width = len(weight)
-        if not width or self._widths[source] % width:
-            raise ParameterError(f"weight: expected a divisor of {self._widths[source]} weights")
-        self._layers.norm(source, to, kept, width, epsilon, adds_one)
+        self._layers.norm(source, to, kept, len(weight), epsilon, adds_one)
 
     def gate(self, gate: int, up: int, to: int, *, is_gelu: bool) -> None:
         """Add an activation of one slot times another; see `gated`."""
-        self._check_equal(gate, up, to)
         self._layers.gate(gate, up, to, is_gelu)
 
     def add(self, one: int, other: int, to: int) -> None:
         """Add a sum of two slots."""
-        self._check_equal(one, other, to)
         self._layers.add(one, other, to)
 
     def rotate(self, source: int, to: int, table: int, head_dim: int) -> None:
         """Add a rotation of heads by the angles of a table; see `rotate`."""
-        self._check(source, to)
-        self._check_equal(source, to)
-        if head_dim < 1 or self._widths[source] % head_dim:
-            raise ParameterError(f"head_dim: expected a divisor of {self._widths[source]}")
+        self._check_parts(source, head_dim, "head_dim")
         known = self._smallest_heads
         known += [head_dim] * (table + 1 - len(known))
         known[table] = min(known[table], head_dim)
         self._layers.rotate(source, to, table, head_dim)
 
     def attend(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        to: int,
-        head_dim: int,
-        scores: Scores,
+        self, query: int, key: int, value: int, to: int, head_dim: int, scores: Scores
     ) -> None:
         """Add attention to the keys of each row's own prompt, or of the prompt of all rows.
 
         See `attend_each` and `attend`. A layer has at most one.
         """
         check_scores(scores)
-        self._check(query, to)
-        self._check_equal(query, to)
-        self._check_equal(key, value)
-        asked, given = self._widths[query], self._widths[key]
-        if head_dim < 1 or given < head_dim or given % head_dim or asked % given:
-            raise ParameterError(f"slots of {asked} and {given}: expected heads of {head_dim}")
-        if self._heads_added != (0, 0):
-            raise ParameterError("attend: expected a layer to attend once, found twice")
-        self._heads_added = given // head_dim, head_dim
-        self._layers.attend(query, key, value, to, given // head_dim, head_dim, *scores.numbers())
+        given = self._widths[key]
+        self._check_parts(key, head_dim, "head_dim")
+        self._check_parts(query, given, "query")
+        self._heads_added = num_heads, _ = given // head_dim, head_dim
+        self._layers.attend(query, key, value, to, num_heads, head_dim, *scores.numbers())
 
     def end_layer(self) -> None:
         """End a layer: what was added since the last one. What no layer ends is not computed."""
@@ -651,10 +581,7 @@ class RowLayers:
             ``[n]``; see `Buffers`.
         """
         num_rows = self._check_rows(hidden, len(places))
-        if len(tables) != len(self._smallest_heads):
-            raise ParameterError(
-                f"tables: expected {len(self._smallest_heads)}, found {len(tables)}"
-            )
+        check_shape((len(tables),), (len(self._smallest_heads),), "tables")
         for table, most in zip(tables, self._smallest_heads, strict=True):
             _check_table(table, num_rows, most)
         shape = (2, len(self._heads), num_rows)
@@ -709,23 +636,16 @@ class RowLayers:
         keys, values = kv
         check_shape(keys.shape, (num_heads, None, head_dim), "keys")
         check_shape(values.shape, tuple(keys.shape), "values")
-        for name, tensor in (("keys", keys), ("values", values)):
-            if tensor.stride() != (keys.stride(0), head_dim, 1):
+        for name, part in (("keys", keys), ("values", values)):
+            is_here = part.dtype == self._dtype and part.device.type == "cpu"
+            if not is_here or part.stride() != (keys.stride(0), head_dim, 1):
                 raise ParameterError(
-                    f"{name}: expected equal strides of contiguous heads, found {tensor.stride()}"
-                )
-            if tensor.dtype != self._dtype or tensor.device.type != "cpu":
-                raise ParameterError(
-                    f"{name}: expected {self._dtype} on the CPU, found {tensor.dtype} on "
-                    f"{tensor.device}"
+                    f"{name}: expected {self._dtype} on the CPU with equal strides of contiguous "
+                    f"heads, found {part.dtype} on {part.device} with strides {part.stride()}"
                 )
         num_keys = keys.shape[1]
         check_ascending(places, "places", num_rows, num_keys, distinct=True)
-        taken, first_counted = None, 0
-        if mass is not None:
-            shape = (num_heads, num_keys)
-            taken = view(mass.out, "mass", np.float32, shape, contiguous=True, writable=True)
-            first_counted = mass.first_row
+        taken, first_counted = mass_of(mass, num_heads, num_keys)
         cos, sin = table
         self._layers.run_layer(
             layer,
@@ -747,14 +667,9 @@ class RowLayers:
         check_contiguous(hidden, "hidden", self._dtype)
         return num_rows
 
-    def _check(self, source: int, to: int) -> None:
-        if source == to:
-            raise ParameterError(f"slot {to}: expected another one than the operation reads")
-
-    def _check_equal(self, *slots: int) -> None:
-        widths = [self._widths[slot] for slot in slots]
-        if len(set(widths)) > 1:
-            raise ParameterError(f"slots: expected equal widths, found {widths}")
+    def _check_parts(self, slot: int, width: int, name: str) -> None:
+        if width < 1 or self._widths[slot] % width:
+            raise ParameterError(f"{name}: expected a divisor of {self._widths[slot]}")
 
     def _keep(self, tensor: torch.Tensor, shape: tuple[int | None, ...], name: str) -> int:
         check_shape(tensor.shape, shape, name)

@@ -154,47 +154,37 @@ def place_packed(
     bands, out = keys
     parts = (keys,) if values is None else (keys, values)
     shape = num_heads, count, head_dim = out.shape
+    element_type = ELEMENT_TYPES.get(out.dtype, -1)
     for one, written in parts:
-        if (
-            written.device.type != "cpu"
-            or written.dtype != out.dtype
-            or written.shape != shape
-            or (head_dim > 1 and written.stride(2) != 1)
-        ):
+        is_here = written.device.type == "cpu" and written.dtype == out.dtype
+        is_dense = head_dim < 2 or written.stride(2) == 1
+        if not (is_here and is_dense) or written.shape != shape or element_type < 0:
             raise ParameterError(
-                f"out: expected {list(shape)} of one type on the CPU, channels next to each other; "
-                f"found {list(written.shape)} {written.dtype} on {written.device}"
+                f"out: expected {list(shape)} of one type of floats on the CPU, channels next to "
+                f"each other; found {list(written.shape)} {written.dtype} on {written.device}"
             )
         if num_heads * head_dim != one.num_channels:
             raise ParameterError(f"out: expected {one.num_channels} channels of a token")
-    element_type = ELEMENT_TYPES.get(out.dtype)
     used = sum(one.row_bytes for one, _ in parts)
     end = first_byte + (tokens.stop - 1) * row_bytes + used + SLACK
-    if element_type is None or tokens.stop - tokens.start != count or tokens.start < 0:
-        raise ParameterError(f"out: found {list(shape)} {out.dtype} for tokens {tokens}")
+    if tokens.stop - tokens.start != count or tokens.start < 0:
+        raise ParameterError(f"out: found {list(shape)} for tokens {tokens}")
     if first_byte < 0 or row_bytes < used or end > len(rows) or rows.dtype != np.uint8:
         raise ParameterError(f"rows: expected {end} bytes, found {len(rows)}")
-    cos_at = sin_at = angle_stride = num_rotated = 0
+    angles = 0, 0, 0, 0
     if rotation is not None:
         cos, sin = rotation.cos, rotation.sin
-        num_positions, num_rotated = cos.shape
-        angle_stride = cos.stride(0)
-        if (
-            cos.dtype != torch.float32
-            or sin.dtype != torch.float32
-            or sin.shape != cos.shape
-            or sin.stride() != cos.stride()
-            or not cos.device.type == sin.device.type == "cpu"
-            or (num_rotated > 1 and cos.stride(1) != 1)
-            or not 0 <= first_position <= num_positions - count
-        ):
+        each = [(one.dtype, one.device.type, one.shape, one.stride()) for one in (cos, sin)]
+        is_dense = cos.shape[1] < 2 or cos.stride(1) == 1
+        is_fit = each[0] == each[1] and each[0][:2] == (torch.float32, "cpu") and is_dense
+        if not is_fit or not 0 <= first_position <= len(cos) - count:
             raise ParameterError(
                 f"rotation: expected float32 tables of {first_position + count} positions, found "
                 f"{list(cos.shape)} {cos.dtype} and {list(sin.shape)} {sin.dtype}"
             )
-        check_tables_width(num_rotated, head_dim)
-        cos_at = cos.data_ptr() + 4 * first_position * angle_stride
-        sin_at = sin.data_ptr() + 4 * first_position * angle_stride
+        check_tables_width(cos.shape[1], head_dim)
+        at = 4 * first_position * cos.stride(0)
+        angles = cos.data_ptr() + at, sin.data_ptr() + at, cos.stride(0), cos.shape[1]
     if not count:
         return
     if not IS_COMPILED:
@@ -219,10 +209,7 @@ def place_packed(
         num_heads,
         head_dim,
         element_type,
-        cos_at,
-        sin_at,
-        angle_stride,
-        num_rotated,
+        *angles,
         torch.get_num_threads(),
     )
 

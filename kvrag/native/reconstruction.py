@@ -24,9 +24,6 @@ ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 Array = TypeVar("Array", covariant=True)
 
-# The optional arguments of a kernel, checked.
-_Floats = NDArray[np.float32] | None
-
 
 class Patches(NamedTuple):
     """Replacements for single points, sorted by token, then by row, without duplicates.
@@ -112,22 +109,25 @@ def reconstruct(
     RecordError
         If patches are outside the matrix or out of order.
     """
-    matrix = _numbers(points.numbers)
+    numbers, shrink = points.numbers, points.shrink
+    wanted = np.uint8 if numbers.dtype in (torch.uint8, np.dtype(np.uint8)) else np.int16
+    matrix = view(numbers, "numbers", wanted, (None, None))
+    num_rows, num_tokens = matrix.shape
     placed, element_type = _output(out)
-    num_heads, _, head_dim = placed.shape
-    first_token = first_of_tokens(tokens, matrix.shape[1], placed.shape[1])
+    num_heads, num_written, head_dim = placed.shape
     if mean is None:
         mean = np.zeros((num_heads, head_dim), np.float32)
-    shape = (num_heads, matrix.shape[0], head_dim)
+    if shrink is not None:
+        shrink = view(shrink, "shrink", np.float32, (num_rows,), contiguous=True)
     kernels.transform(
         matrix,
-        _factor(points.shrink, "shrink", matrix.shape[0]),
-        check_patches(points.patches, *matrix.shape),
-        view(basis, "basis", np.float32, shape, contiguous=True),
+        shrink,
+        check_patches(points.patches, num_rows, num_tokens),
+        view(basis, "basis", np.float32, (num_heads, num_rows, head_dim), contiguous=True),
         view(mean, "mean", np.float32, (num_heads, head_dim), contiguous=True),
         placed,
         element_type,
-        first_token,
+        first_of_tokens(tokens, num_tokens, num_written),
         _tables(rotation, placed),
         torch.get_num_threads(),
     )
@@ -175,25 +175,17 @@ def refine(values: ArrayLike, symbols: ArrayLike) -> None:
     kernels.refine(known, view(symbols, "symbols", np.uint8, known.shape, contiguous=True))
 
 
-def _numbers(numbers: ArrayLike) -> NDArray[Any]:
-    wanted = np.uint8 if numbers.dtype in (torch.uint8, np.dtype(np.uint8)) else np.int16
-    return view(numbers, "numbers", wanted, (None, None))
-
-
 def _output(out: ArrayLike) -> tuple[NDArray[Any], int]:
     """Return `out` ``[H, n, D]`` (16-bit floats as their bits) and the code of its type."""
-    if isinstance(out, np.ndarray):
-        if out.dtype not in (np.float32, np.float16):
-            raise ParameterError(f"out: expected float32 or float16, found {out.dtype}")
-        out = torch.from_numpy(out)
-    if out.dtype not in ELEMENT_TYPES:
-        known = ", ".join(str(dtype) for dtype in ELEMENT_TYPES)
-        raise ParameterError(f"out: expected {known}, found {out.dtype}")
-    code = ELEMENT_TYPES[out.dtype]
+    placed = torch.from_numpy(out) if isinstance(out, np.ndarray) else out
+    code = ELEMENT_TYPES.get(placed.dtype)
+    if code is None:
+        known = ", ".join(map(str, ELEMENT_TYPES))
+        raise ParameterError(f"out: expected {known}, found {placed.dtype}")
+    shape = None, None, None
     if code == 0:
-        return view(out, "out", np.float32, (None, None, None), writable=True), code
-    bits = out.detach().view(torch.int16)
-    return view(bits, "out", np.int16, (None, None, None), writable=True), code
+        return view(placed, "out", np.float32, shape, writable=True), code
+    return view(placed.detach().view(torch.int16), "out", np.int16, shape, writable=True), code
 
 
 def first_of_tokens(tokens: slice | None, num_tokens: int, num_written: int) -> int:
@@ -205,12 +197,6 @@ def first_of_tokens(tokens: slice | None, num_tokens: int, num_written: int) -> 
             f"found {tokens}"
         )
     return start
-
-
-def _factor(factor: ArrayLike | None, name: str, length: int) -> _Floats:
-    if factor is None:
-        return None
-    return view(factor, name, np.float32, (length,), contiguous=True)
 
 
 def _tables(
@@ -364,17 +350,14 @@ def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.
     )
     if not is_ours:
         return False
-    shape = num_heads, num_tokens, head_dim = rows.shape
+    num_tokens, head_dim = rows.shape[1:]
     num_rotated = cos.shape[1]
-    if out.shape != shape or cos.shape != sin.shape or len(cos) != num_tokens:
+    if out.shape != rows.shape or cos.shape != sin.shape or len(cos) != num_tokens:
         raise ParameterError(
-            f"rows, angles and out: expected shapes that fit, found {list(shape)}, "
+            f"rows, angles and out: expected shapes that fit, found {list(rows.shape)}, "
             f"{list(cos.shape)}, {list(sin.shape)} and {list(out.shape)}"
         )
-    if num_rotated > head_dim or num_rotated % 2:
-        raise ParameterError(
-            f"cos: expected an even number of columns, at most {head_dim}, found {num_rotated}"
-        )
+    check_tables_width(num_rotated, head_dim)
     if rows.numel():
         kernels.rotate(
             rows.data_ptr(),
@@ -386,7 +369,7 @@ def rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.
             out.stride(0),
             out.stride(1),
             cos.stride(0),
-            num_heads,
+            len(rows),
             num_tokens,
             head_dim,
             num_rotated,

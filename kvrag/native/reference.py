@@ -28,7 +28,9 @@ _BITS = 12
 _SLOTS = 1 << _BITS
 _MAX_SYMBOLS = 256
 
-_Contexts = NDArray[np.uint8] | None
+_Bytes = NDArray[np.uint8]
+_Classes = NDArray[np.uint16]
+_Contexts = _Bytes | None
 _Report = tuple[int, int, int, int]
 
 # Codes of damage, as `kvrag.native.entropy` explains them.
@@ -38,7 +40,7 @@ _SOUND, _COUNT, _PAYLOAD, _STREAM, _INITIAL, _MISSING, _LEFT, _FINAL = range(8)
 class Model:
     """Frequency tables ``[num_classes, num_symbols]`` and what is looked up in them."""
 
-    def __init__(self, frequencies: NDArray[np.uint16]) -> None:
+    def __init__(self, frequencies: _Classes) -> None:
         self.num_classes, self.num_symbols = frequencies.shape
         starts = np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies
         self.frequencies = np.zeros((self.num_classes, _MAX_SYMBOLS), np.uint32)
@@ -57,16 +59,14 @@ class Model:
 
 def encode(
     model: Model,
-    symbols: NDArray[np.uint8],
-    classes: NDArray[np.uint16],
+    symbols: _Bytes,
+    classes: _Classes,
     contexts: _Contexts,
     num_streams: int,
-    threads: int,
+    threads: int,  # noqa: ARG001
 ) -> bytes | None:
-    del threads
     places = _places(classes, contexts, symbols.shape, _MAX_SYMBOLS) + symbols
-    frequencies = model.frequencies.reshape(-1)
-    starts = model.starts.reshape(-1)
+    frequencies, starts = model.frequencies.reshape(-1), model.starts.reshape(-1)
     if not frequencies[places].all():
         return None
     ends = _first_rows(num_streams, len(symbols))[1:]
@@ -101,41 +101,35 @@ def encode(
 
 
 def decode(
-    jobs: Sequence[
-        tuple[Model, NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint8], _Contexts]
-    ],
-    threads: int,
+    jobs: Sequence[tuple[Model, _Bytes, _Classes, _Bytes, _Contexts]],
+    threads: int,  # noqa: ARG001
 ) -> list[_Report]:
-    del threads
     return [_decode(*job) for job in jobs]
 
 
-def ideal_bits(
-    model: Model,
-    symbols: NDArray[np.uint8],
-    classes: NDArray[np.uint16],
-    contexts: _Contexts,
-) -> float:
+def _frequencies(
+    model: Model, symbols: _Bytes, classes: _Classes, contexts: _Contexts
+) -> NDArray[np.uint32]:
     places = _places(classes, contexts, symbols.shape, _MAX_SYMBOLS) + symbols
-    frequencies = model.frequencies.reshape(-1)[places]
-    if not frequencies.all():
-        return float("inf")
-    return float((_BITS - np.log2(frequencies)).sum())
+    found: NDArray[np.uint32] = model.frequencies.reshape(-1)[places]
+    return found
+
+
+def ideal_bits(model: Model, symbols: _Bytes, classes: _Classes, contexts: _Contexts) -> float:
+    frequencies = _frequencies(model, symbols, classes, contexts)
+    with np.errstate(divide="ignore"):
+        return float((_BITS - np.log2(frequencies)).sum())
 
 
 def first_uncodable(
-    model: Model,
-    symbols: NDArray[np.uint8],
-    classes: NDArray[np.uint16],
-    contexts: _Contexts,
+    model: Model, symbols: _Bytes, classes: _Classes, contexts: _Contexts
 ) -> tuple[int, int]:
-    places = _places(classes, contexts, symbols.shape, _MAX_SYMBOLS) + symbols
-    row, token = np.argwhere(model.frequencies.reshape(-1)[places] == 0)[0]
+    row, token = np.argwhere(_frequencies(model, symbols, classes, contexts) == 0)[0]
     return int(row), int(token)
 
 
 def _places(
-    classes: NDArray[np.uint16], contexts: _Contexts, shape: tuple[int, ...], size: int
+    classes: _Classes, contexts: _Contexts, shape: tuple[int, ...], size: int
 ) -> NDArray[np.int64]:
     """Return where each symbol's table of `size` entries begins, ``[R, T]``."""
     tables = classes.astype(np.int64)[:, None]
@@ -150,11 +144,7 @@ def _first_rows(num_streams: int, num_rows: int) -> NDArray[np.int64]:
 
 
 def _decode(
-    model: Model,
-    payload: NDArray[np.uint8],
-    classes: NDArray[np.uint16],
-    out: NDArray[np.uint8],
-    contexts: _Contexts,
+    model: Model, payload: _Bytes, classes: _Classes, out: _Bytes, contexts: _Contexts
 ) -> _Report:
     raw = payload.tobytes()
     most = max(len(out), 1)
@@ -184,9 +174,8 @@ def _decode(
         parts.append(np.frombuffer(raw, "<u2", count, begin + _STATE_BYTES))
         if (states[stream] < _LOWER_BOUND).any():
             damage[stream] = _INITIAL
-    _decode_streams(
-        model, _places(classes, contexts, out.shape, _SLOTS), out, states, parts, damage
-    )
+    places = _places(classes, contexts, out.shape, _SLOTS)
+    _decode_streams(model, places, out, states, parts, damage)
     if not damage.any():
         return _SOUND, 0, 0, 0
     first = int(np.flatnonzero(damage)[0])
@@ -196,7 +185,7 @@ def _decode(
 def _decode_streams(
     model: Model,
     places: NDArray[np.int64],
-    out: NDArray[np.uint8],
+    out: _Bytes,
     states: NDArray[np.uint32],
     parts: list[NDArray[np.uint16]],
     damage: NDArray[np.int64],
@@ -234,22 +223,6 @@ def _decode_streams(
     damage[sound & (following > ends)] = _MISSING
 
 
-__all__ = [
-    "GROUP",
-    "INT8_PANEL",
-    "Model",
-    "contexts",
-    "decode",
-    "encode",
-    "first_uncodable",
-    "ideal_bits",
-    "instruction_set",
-    "instruction_sets",
-    "refine",
-    "transform",
-    "use_instruction_set",
-]
-
 GROUP = 32
 INT8_PANEL = 64
 
@@ -258,7 +231,7 @@ _ELEMENTS = {1: torch.bfloat16, 2: torch.float16}
 
 _Floats = NDArray[np.float32]
 _Elements = NDArray[np.float32] | NDArray[np.int16]
-_Numbers = NDArray[np.uint8] | NDArray[np.int16]
+_Numbers = _Bytes | NDArray[np.int16]
 _Patches = tuple[NDArray[np.uint32], NDArray[np.uint32], _Floats]
 
 
@@ -284,9 +257,8 @@ def transform(
     element_type: int,
     first_token: int,
     tables: tuple[_Floats, _Floats] | None,
-    threads: int,
+    threads: int,  # noqa: ARG001
 ) -> None:
-    del threads
     points = _points(numbers, shrink, patches, first_token, out.shape[1])
     _place(points.T @ basis + mean[:, None], out, element_type, tables)
 
@@ -296,13 +268,13 @@ class Bands:
 
     def __init__(
         self,
-        widths: NDArray[np.uint8],
+        widths: _Bytes,
         basis: NDArray[np.int8],
         starts: NDArray[np.int32],
         mean: _Floats,
         scales: _Floats,
         powers: _Floats,
-        levels: NDArray[np.uint8],
+        levels: _Bytes,
         band_channels: int,
     ) -> None:
         num_bands = len(widths)
@@ -315,10 +287,7 @@ class Bands:
 
 
 def place_rows(
-    bands: Bands,
-    rows: NDArray[np.uint8],
-    out: torch.Tensor,
-    tables: tuple[_Floats, _Floats] | None,
+    bands: Bands, rows: _Bytes, out: torch.Tensor, tables: tuple[_Floats, _Floats] | None
 ) -> None:
     """Write a token of `out` ``[H, n, D]`` for each packed row."""
     end, channels = 0, []
@@ -338,12 +307,12 @@ def place_rows(
     out.copy_(torch.from_numpy(found))
 
 
-def _firsts(widths: NDArray[np.uint8]) -> NDArray[np.int64]:
+def _firsts(widths: _Bytes) -> NDArray[np.int64]:
     """Return where the levels of each of a band's numbers begin."""
     return np.repeat(1 << widths.astype(np.int64), 8)
 
 
-def _unpack(fields: NDArray[np.uint8], widths: NDArray[np.uint8]) -> NDArray[np.int64]:
+def _unpack(fields: _Bytes, widths: _Bytes) -> NDArray[np.int64]:
     """Return int64 ``[T, 8 groups]`` of bits ``[T, bytes]``."""
     bits = np.unpackbits(fields, axis=1, bitorder="little")
     numbers, end = np.zeros((len(fields), 8 * len(widths)), np.int64), 0
@@ -356,31 +325,31 @@ def _unpack(fields: NDArray[np.uint8], widths: NDArray[np.uint8]) -> NDArray[np.
 
 def pack(
     numbers: _Floats,
-    widths: NDArray[np.uint8],
+    widths: _Bytes,
     weights: _Floats,
     powers: _Floats,
-    nearest: NDArray[np.uint8],
+    nearest: _Bytes,
     meanings: _Floats,
-    rows: NDArray[np.uint8],
+    rows: _Bytes,
     lost: _Floats,
 ) -> None:
     end = 0
     for band, width in enumerate(widths):
         begin, end = end, end + 1 + int(width.sum())
-        given = numbers[band], width, weights[band], powers, nearest, meanings
-        _pack_band(*given, rows[:, begin:end], lost[band])
+        tables = powers, nearest, meanings
+        made = _packed(numbers[band], width, weights[band], tables, lost[band])
+        rows[:, begin:end] = made
 
 
-def _pack_band(
+def _packed(
     numbers: _Floats,
-    widths: NDArray[np.uint8],
+    widths: _Bytes,
     weights: _Floats,
-    powers: _Floats,
-    nearest: NDArray[np.uint8],
-    meanings: _Floats,
-    rows: NDArray[np.uint8],
+    tables: tuple[_Floats, _Bytes, _Floats],
     lost: _Floats,
-) -> None:
+) -> _Bytes:
+    """Return the rows of a band, and write what each loses."""
+    powers, nearest, meanings = tables
     tries = 12
     widths_of, weights_of = np.repeat(widths, 8), np.repeat(weights, 8)
     needed = np.divide(
@@ -399,51 +368,43 @@ def _pack_band(
         better = found < lost
         lost[better], chosen[better] = found[better], power[better]
         packed[better] = nearest[widths_of, places][better]
-    rows[:, 0] = chosen
-    end = 1
+    parts = [chosen.astype(np.uint8)[:, None]]
     for group, width in enumerate(widths.tolist()):
-        begin, end = end, end + width
         digits = packed[:, 8 * group : 8 * group + 8, None] >> np.arange(width) & 1
         bits = digits.astype(np.uint8).reshape(len(packed), 8 * width)
-        rows[:, begin:end] = np.packbits(bits, axis=1, bitorder="little")
+        parts.append(np.packbits(bits, axis=1, bitorder="little"))
+    return np.concatenate(parts, axis=1)
 
 
-def contexts(values: NDArray[np.int16], out: NDArray[np.uint8]) -> None:
+def contexts(values: NDArray[np.int16], out: _Bytes) -> None:
     out[:] = np.minimum(np.abs(values.astype(np.int32)), 2)
 
 
-def refine(values: NDArray[np.int16], symbols: NDArray[np.uint8]) -> None:
+def refine(values: NDArray[np.int16], symbols: _Bytes) -> None:
     digits = symbols.astype(np.int32) - 128
     finer = 3 * values.astype(np.int32) + np.where(values < 0, -digits, digits)
     values[:] = np.clip(finer, -32767, 32767)
 
 
 def _points(
-    numbers: _Numbers,
-    shrink: _Floats | None,
-    patches: _Patches | None,
-    first_token: int,
-    num_tokens: int,
+    numbers: _Numbers, shrink: _Floats | None, patches: _Patches | None, first: int, count: int
 ) -> _Floats:
     """Return the points ``[R, n]`` of the n tokens from the first one on."""
-    end = first_token + num_tokens
-    points = numbers[:, first_token:end].astype(np.float32)
+    end = first + count
+    points = numbers[:, first:end].astype(np.float32)
     if numbers.dtype == np.uint8:
         points -= 128
     if shrink is not None:
         points -= np.sign(points) * shrink[:, None]
     if patches is not None:
         rows, tokens, values = patches
-        inside = (tokens >= first_token) & (tokens < end)
-        points[rows[inside], tokens[inside] - first_token] = values[inside]
+        inside = (tokens >= first) & (tokens < end)
+        points[rows[inside], tokens[inside] - first] = values[inside]
     return points
 
 
 def _place(
-    rows: _Floats,
-    out: _Elements,
-    element_type: int,
-    tables: tuple[_Floats, _Floats] | None,
+    rows: _Floats, out: _Elements, element_type: int, tables: tuple[_Floats, _Floats] | None
 ) -> None:
     """Write ``[H, n, D]`` to `out`, rotated if there are tables, in its type."""
     if tables is not None:

@@ -36,7 +36,8 @@ VERSION = 2
 `kvrag.native.GroupedWeight.of`, and of what ``config.json`` says of them."""
 
 _MANIFEST = "kvrag-model.json"
-_GONE = ".removing-"
+_BEGUN, _GONE = ".converting-", ".removing-"
+_LOCK = ".lock"
 _BLOCK_BYTES = 1 << 22
 
 
@@ -114,7 +115,7 @@ def convert(
     target = _folder_of(source, is_small)
     say(f"converting {source.name} ({source.num_bytes / 1e6:,.0f} MB) once, into {target.parent}")
     try:
-        with _alone(target.with_name(f".converting-{target.name}"), say) as scratch:
+        with _alone(say) as scratch:
             if found := converted(source, is_small=is_small):
                 return found
             folder = scratch / "model"
@@ -168,14 +169,14 @@ def sweep() -> None:
     """Delete what killed processes left: half of a conversion, or of a deletion."""
     for left in cache_folder().glob(f"{_GONE}*"):
         shutil.rmtree(left, ignore_errors=True)
-    for left in cache_folder().glob(".converting-*"):
-        with contextlib.suppress(OSError):  # another process has it
-            place = os.open(left, os.O_RDONLY)
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-            finally:
-                os.close(place)
+    with contextlib.suppress(OSError), (cache_folder() / _LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or another process converts
+        _delete_begun()
+
+
+def _delete_begun() -> None:
+    for left in cache_folder().glob(f"{_BEGUN}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _folder_of(source: GgufSource, is_small: bool) -> Path:
@@ -200,33 +201,21 @@ def _read(folder: Path) -> ConvertedModel | None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Give an empty folder inside one that a single process has at a time; delete it at the end."""
-    while True:
+def _alone(say: Callable[[str], None]) -> Iterator[Path]:
+    """Give an empty folder in the cache, where a single process converts at a time."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("a") as lock:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            place = os.open(folder, os.O_RDONLY)
-        except (FileNotFoundError, FileExistsError):
-            if folder.is_file() or folder.is_symlink() or not folder.parent.is_dir():
-                raise
-            continue  # the process that had it deletes it just now
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process converts it: waiting for {folder}")
-            fcntl.flock(place, fcntl.LOCK_EX)
-        # The process that had it has deleted it.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(place), folder.stat()):
-                break
-        os.close(place)
-    try:
-        for left in folder.iterdir():
-            shutil.rmtree(left, ignore_errors=True)
-        yield Path(tempfile.mkdtemp(dir=folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(place)
+            say(f"another process converts a model: waiting for {lock.name}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _delete_begun()
+        try:
+            yield Path(tempfile.mkdtemp(prefix=_BEGUN, dir=folder))
+        finally:
+            _delete_begun()
 
 
 def _tidy(made: ConvertedModel, source: GgufSource) -> None:

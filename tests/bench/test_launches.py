@@ -338,14 +338,15 @@ def test_prompts_that_wait_at_the_same_time_go_through_layers_together(
 ) -> None:
     """Of different lengths and policies; a graph of several is captured after the first ones."""
     model, replayed = model_of("qwen2"), []
-    run = RowGraphs.run_joined
+    run = RowGraphs.run
 
     def joined(graphs: RowGraphs, layers: range, *given: Any, **named: Any) -> bool:
         is_done = run(graphs, layers, *given, **named)
-        replayed.append(len(given[0]) if is_done else 0)
+        if len(given[0]) > 1:
+            replayed.append(len(given[0]) if is_done else 0)
         return is_done
 
-    monkeypatch.setattr(RowGraphs, "run_joined", joined)
+    monkeypatch.setattr(RowGraphs, "run", joined)
     prompts = [
         Request(text, policy=policy, max_tokens=1, logprobs=5)
         for text, policy in (

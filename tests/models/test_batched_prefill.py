@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrag.fusion.fuser import FusedPrompt, fuse_in_slices
 from kvrag.fusion.repair import make_repair
-from kvrag.fusion.slices import Slices, whole
+from kvrag.fusion.slices import Slices
 from kvrag.kvcache import FusedKV
 from kvrag.models import batched_prefill, cardlayers
 from kvrag.models.batched_prefill import Meeting, Share, share_of
@@ -23,7 +22,7 @@ from kvrag.models.compiled import describe_layers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowPass
 from kvrag_testing.bench_top import Bench
-from tests.models.test_card_layers import POLICIES, by_tensors, on_card
+from tests.models.test_card_layers import by_tensors, on_card
 from tests.models.test_compiled import FAMILIES, model_of
 from tests.models.test_row_graphs import CPU, Prompt, deep
 from tests.support.properties import examples
@@ -70,11 +69,7 @@ def assert_joined_is_alone(model: KVModel, sizes: Sequence[tuple[int, int, bool]
         assert all(one.is_done for one in shares)
     for one, other, (_, _, looks) in zip(ours, theirs, sizes, strict=True):
         other.run(of_prompt(compiled), looks=looks, together=False)  # type: ignore[arg-type]
-        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
-        storages = one.fused.storage, other.fused.storage
-        torch.testing.assert_close(*storages, rtol=1e-4, atol=1e-4, equal_nan=True)
-        torch.testing.assert_close(one.mass, other.mass, rtol=1e-4, atol=1e-4)
-        assert bool(one.mass.any()) is looks
+        one.assert_like(other, looks=looks)
 
 
 _sizes = st.integers(2, 60).flatmap(
@@ -88,13 +83,6 @@ _sizes = st.integers(2, 60).flatmap(
 def test_rows_of_several_prompts_are_those_of_each_alone(family: str, sizes: Any) -> None:
     with patch.object(cardlayers, "operations_for", by_tensors):
         assert_joined_is_alone(deep(family), sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_kernels_compute_rows_of_several_prompts(family: str) -> None:
-    assert_joined_is_alone(deep(family), [(20, 5, False), (33, 9, True), (3, 1, False)])
 
 
 # -- prompts that are fused ----------------------------------------------------------------------
@@ -118,78 +106,6 @@ def offered(prompt: Slices[FusedPrompt], meeting: Meeting) -> Share:
         while (share := meeting.taken()) is None:
             next(prompt)
     return share
-
-
-def fused_together(prompts: Sequence[Slices[FusedPrompt]], meeting: Meeting) -> list[FusedPrompt]:
-    """Drive prompts as the scheduler does."""
-    done: dict[int, FusedPrompt] = {}
-    offers: dict[int, Share] = {}
-    while len(done) < len(prompts):
-        for number, prompt in enumerate(prompts):
-            if number in done or number in offers:
-                continue
-            try:
-                with meeting.open():
-                    next(prompt)
-            except StopIteration as ended:
-                done[number] = ended.value
-            if (share := meeting.taken()) is not None:
-                offers[number] = share
-        if offers:
-            going = meeting.compute(list(offers.values()))
-            offers = {one: share for one, share in offers.items() if share not in going}
-    return [done[number] for number in range(len(prompts))]
-
-
-def counted(num_joined: list[int]) -> Any:
-    run = Meeting._run
-
-    def counting(meeting: Meeting, shares: Sequence[Share]) -> bool:
-        num_joined.append(len(shares))
-        return run(meeting, shares)
-
-    return patch.object(Meeting, "_run", counting)
-
-
-def test_prompts_of_all_policies_meet(bench: Bench) -> None:
-    wanted = [(policy, number % 3 + 1) for number, policy in enumerate(POLICIES)]
-    num_joined: list[int] = []
-    compiled = layers_over(bench.model)
-    with (
-        patch.object(KVModel, "compile", lambda _: of_prompt(compiled)),
-        patch.object(cardlayers, "operations_for", by_tensors),
-        counted(num_joined),
-    ):
-        expected = [whole(started(bench, one, *range(n))) for one, n in wanted]
-        assert not num_joined
-        found = fused_together([started(bench, one, *range(n)) for one, n in wanted], Meeting())
-    assert max(num_joined) >= 5
-    for one, other in zip(found, expected, strict=True):
-        assert (one.logits - other.logits).abs().max() <= 1e-4 * other.logits.std()
-        assert [len(rows) for rows in one.picks] == [len(rows) for rows in other.picks]
-        rows = slice(0, other.kv.num_tokens)
-        for mine, theirs in zip(
-            (*one.kv.keys, *one.kv.values), (*other.kv.keys, *other.kv.values), strict=True
-        ):
-            torch.testing.assert_close(mine[:, :, rows], theirs[:, :, rows], rtol=1e-4, atol=1e-4)
-        assert one.report.rows_by_layer == other.report.rows_by_layer
-        assert one.report.seconds["compute"] > 0
-
-
-def test_a_prompt_computes_alone_what_nobody_computes_for_it(bench: Bench) -> None:
-    compiled = layers_over(bench.model)
-    with (
-        patch.object(KVModel, "compile", lambda _: of_prompt(compiled)),
-        patch.object(cardlayers, "operations_for", by_tensors),
-        patch.object(Meeting, "_run", side_effect=AssertionError),
-    ):
-        expected = whole(started(bench, "two_stage"))
-        with Meeting().open():
-            found = whole(started(bench, "two_stage"))
-        given_up, meeting = started(bench, "none"), Meeting()
-        offered(given_up, meeting)
-        given_up.close()
-    assert torch.equal(found.logits, expected.logits)
 
 
 def test_an_error_ends_the_prompts_that_met(bench: Bench) -> None:

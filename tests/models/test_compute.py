@@ -103,6 +103,7 @@ def test_ratio_one_equals_the_same_engines_prefill(family: str, compute: str) ->
     fused = bench.fuse(prompt, _ALL)
     assert fused.report.num_exact == 0
     assert fused.report.compute == compute
+    assert (f"computed in {compute}" in fused.report.one_line()) == (compute in ("int8", "int4"))
     plain = Bench(model, texts=()).fuse(prompt, _ALL)
     assert plain.report.num_fresh == plain.report.num_tokens
     assert torch.equal(fused.logits, plain.logits)
@@ -119,12 +120,3 @@ def test_what_is_stored_does_not_depend_on_it() -> None:
     rough = KVModel(hf, tokenizer, compute="int8").prefill((), [range(5, 60)])[0]
     for name in ("keys", "values"):
         assert torch.equal(getattr(own, name), getattr(rough, name))
-
-
-def test_the_report_says_it() -> None:
-    prompt = "Nothing of the index stands here."
-    for compute in ("float32", "int8"):
-        model = KVModel(make_model(), make_tokenizer(), compute=compute)
-        report = Bench(model, texts=()).fuse(prompt, _ALL).report
-        assert report.compute == compute
-        assert ("computed in int8" in report.one_line()) == (compute == "int8")

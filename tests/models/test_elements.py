@@ -22,17 +22,7 @@ from kvrag.models.linears import fast_modules
 pytestmark = pytest.mark.usefixtures("isa")
 
 SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4}
-NORMS = {
-    "Llama": "",
-    "Mistral": "",
-    "Qwen2": "",
-    "Qwen3": "",
-    "Phi3": "",
-    "Gemma2": "",
-    "Gemma3": "",
-}
-MLPS = {**NORMS, "Gemma3": "Text"}
-del MLPS["Phi3"]
+NORMS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3")
 
 
 def made(name: str) -> nn.Module:
@@ -41,11 +31,16 @@ def made(name: str) -> nn.Module:
     home = import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
     if name.endswith("Norm"):
         return getattr(home, name)(48)
-    config = getattr(import_module("transformers"), f"{family}{MLPS[family]}Config")
+    config = getattr(
+        import_module("transformers"), f"{family}{'Text' * (family == 'Gemma3')}Config"
+    )
     return getattr(home, name)(config(**SIZES))
 
 
-MODULES = [*(f"{name}RMSNorm" for name in NORMS), *(f"{name}MLP" for name in MLPS)]
+MODULES = [
+    *(f"{name}RMSNorm" for name in NORMS),
+    *(f"{name}MLP" for name in NORMS if name != "Phi3"),
+]
 
 
 def filled(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -116,14 +111,6 @@ class Doubled(LlamaMLP):
 )
 def test_what_computes_otherwise_stays_as_it_is(module: nn.Module) -> None:
     assert not list(element_forwards(nn.ModuleList([module])))
-
-
-def test_gradients_flow_through_the_modules_own_code() -> None:
-    module = filled(LlamaMLP(LlamaConfig(**SIZES)), torch.float32)
-    rows = torch.randn(1, 3, 48, requires_grad=True)
-    with fast_modules(nn.ModuleList([module]), "float32"):
-        module(rows).sum().backward()
-    assert rows.grad is not None
 
 
 @torch.no_grad()

@@ -22,9 +22,9 @@ from kvrag.fusion.decoding import make_decoder, step_all
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.ingest.index import Index
-from kvrag.kvcache import FusedKV, Latent, packed
+from kvrag.kvcache import FusedKV, packed
 from kvrag.models import proof
-from kvrag.models.attention import attend_by_head, attend_by_rows
+from kvrag.models.attention import attend_densely
 from kvrag.models.families import SEES, TESTED
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass, RowRunner
@@ -150,29 +150,9 @@ def test_gaps_in_positions(family: str) -> None:
     assert relative_difference(found, expected) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["smollm3", "cohere2", "gpt-oss", "qwen3-moe"])
-def test_half_precision(family: str) -> None:
-    bench = Bench(KVModel(make_model(family, dtype=torch.bfloat16), make_tokenizer()))
-    prompt = bench.prompt(2, 0, 1)
-    fused = bench.fuse(prompt, _ALL)
-    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 0.3
-
-
 def test_what_is_listed_as_tested_is() -> None:
     configs = {**FAMILIES, **OTHER_POSITIONS, **LEARNED_POSITIONS, **MORE_FAMILIES}
     assert {make().model_type for make in configs.values()} == set(TESTED)
-
-
-@pytest.mark.parametrize(("size", "num_rotated"), [(16, 8), (21, 8), (8, 8), (4, 8)])
-def test_latents_are_kept_as_keys_and_values(size: int, num_rotated: int) -> None:
-    latent = Latent(size, num_rotated)
-    given = torch.randn(1, 1, 5, size), torch.randn(1, 1, 5, num_rotated)
-    keys, values = latent.pack(*given)
-    assert keys.shape == values.shape
-    assert torch.equal(keys[..., :num_rotated], given[1])
-    assert all(map(torch.equal, latent.unpack(keys, values), given))
-    with pytest.raises(UnsupportedModelError, match="expected a latent"):
-        latent.pack(*given[::-1]) if size != num_rotated else latent.pack(keys[..., :1], values)
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "llama4", "deepseek-v3"])
@@ -192,22 +172,22 @@ def test_a_window_of_no_tokens_is_refused() -> None:
         KVModel(make_model("mistral-sliding", sliding_window=0), make_tokenizer())
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_sinks_take_their_share(by_rows: bool) -> None:
+@pytest.mark.parametrize("at_once", [(1, 32), (2, 2)])
+def test_sinks_take_their_share(at_once: tuple[int, int]) -> None:
     query, key, value = torch.randn(1, 4, 5, 8), *torch.randn(2, 1, 2, 5, 8)
     sinks, allowed = torch.randn(4), torch.ones(5, 5).tril().bool()
-    seen: list[torch.Tensor] = []
+    seen = torch.zeros(2, 2, 5, 5)
+
+    def observe(heads: slice, rows: slice, weights: torch.Tensor, _: torch.Tensor) -> None:
+        seen[heads, :, rows] = weights
+
     given = query, key, value, allowed, Scores(8**-0.5)
-    if by_rows:
-        output, mass = attend_by_rows(*given, 0, sinks)
-    else:
-        output = attend_by_head(*given, sinks=sinks, observe=lambda _, w, __: seen.append(w))
-        mass = torch.stack(seen).sum((1, 2))
+    output = attend_densely(*given, sinks=sinks, observe=observe, at_once=at_once)
     module: Any = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
     mask = torch.zeros(5, 5).masked_fill(~allowed, float("-inf"))[None, None]
     expected, weights = eager_attention_forward(module, query, key, value, mask, 8**-0.5)
     torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(mass, weights[0].unflatten(0, (2, 2)).sum((1, 2)))
+    torch.testing.assert_close(seen.flatten(0, 1), weights[0])
 
 
 def test_a_way_of_turning_keys_that_nobody_knows_is_refused() -> None:

@@ -17,41 +17,13 @@ from kvrag.kvcache import FusedKV
 from kvrag.models import rowgraphs
 from kvrag.models.attention import (
     RowMask,
-    _row_attention,
-    attend_by_head,
-    attend_by_rows,
     row_attention,
 )
 from kvrag.models.batch import BatchRow, BatchRows
+from kvrag.models.implementations import _functions
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import CapturedSteps
-from kvrag.native import Scores
 from tests.support.models import make_model, make_tokenizer
-
-
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("scores_at_once", [1, 4 * 25 * 3, 1 << 20])
-def test_heads_together_are_heads_one_by_one(
-    softcap: float | None, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.models.attention._SCORES_AT_ONCE", scores_at_once)
-    query, key, value = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 25, 8), torch.randn(1, 2, 25, 6)
-    allowed = torch.arange(25) <= torch.arange(10, 24, 2)[:, None]
-    expected_mass: list[torch.Tensor] = []
-    summed = torch.zeros(7, 25)
-
-    def note(rows: slice, weights: torch.Tensor, values: torch.Tensor) -> None:
-        if rows.start == 0:
-            summed.zero_()
-        summed[rows] = weights.sum(0)
-        if rows.stop >= 7:
-            expected_mass.append(summed[3:].sum(0))
-
-    scores = Scores(0.4, softcap or 0.0)
-    expected = attend_by_head(query, key, value, allowed, scores, observe=note)
-    output, mass = attend_by_rows(query, key, value, allowed, scores, 3)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(mass, torch.stack(expected_mass))
 
 
 def test_a_whole_prompts_rows_need_no_mask() -> None:
@@ -59,7 +31,9 @@ def test_a_whole_prompts_rows_need_no_mask() -> None:
     query, key, value = (torch.randn(1, heads, 9, 16).half() for heads in (4, 2, 2))
     module = torch.nn.Module()
     masks = [RowMask(torch.arange(9), 0, None, is_square=square) for square in (False, True)]
-    expected, found = (_row_attention(module, query, key, value, mask)[0] for mask in masks)
+    expected, found = (
+        _functions["kvrag_rows"](module, query, key, value, mask)[0] for mask in masks
+    )
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     plain = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, plain.transpose(1, 2), rtol=1e-2, atol=1e-2)

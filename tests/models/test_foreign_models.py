@@ -207,48 +207,39 @@ def test_an_encoder_with_absurd_sizes(tmp_path: Path) -> None:
             load(made)
 
 
+def _tensor(**more: Any) -> bytes:
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **more}
+    return json.dumps({"a": entry}).encode()
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "header",
     [
-        ("truncated", r"model.safetensors is cut short: expected \d.* bytes, found \d"),
-        ("no header", "is no safetensors file, or is cut short"),
-        ("long header", "is no safetensors file, or is cut short"),
-        ("not there", r"no \*.safetensors with weights"),
+        *(b"[1, 2]", b'{"a":' * 5000, b'{"__metadata__": {"a": 7}, "b": {}}'),
+        *(_tensor(data_offsets=[0, "x"]), _tensor(data_offsets=["x", 4]), _tensor(dtype="Q7")),
+        *(_tensor(data_offsets=[4, 4]), _tensor(data_offsets=[4, 8]), _tensor(shape=[2])),
+        _tensor(shape=[0], data_offsets=[0, 0]),
     ],
 )
-def test_damaged_weights(folder: Path, damage: str, message: str) -> None:
+def test_headers_of_weights_that_are_no_headers(folder: Path, header: bytes) -> None:
     path = folder / "model.safetensors"
-    content = path.read_bytes()
-    changed = {
-        "truncated": content[: len(content) // 2],
-        "no header": b"",
-        "long header": b"\xff" * 8 + content[8:],
-    }
-    path.unlink()
-    if damage in changed:
-        path.write_bytes(changed[damage])
-    with pytest.raises(ModelLoadError, match=message):
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(ModelLoadError, match=r"model.safetensors is no safetensors file, .*; rest"):
         KVModel.load(folder)
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        (b"[1, 2]", "is no safetensors file, or is cut short"),
-        (b'{"a":' * 5000, "is no safetensors file, or is cut short"),
-        (b'{"__metadata__": {"a": 7}, "b": {}}', "is no safetensors file, or is cut short"),
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "x"]}}', "says .*'x'.* of 'a'"),
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["x", 4]}}', "says .*'x'.* of 'a'"),
-        (b'{"a": {"dtype": "Q7", "shape": [1], "data_offsets": [0, 4]}}', "says .*'Q7'.* of 'a'"),
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 4]}}', "has a at data_offsets"),
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', "has a at data_offsets"),
-        (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', "is longer than its he"),
-    ],
-)
-def test_headers_of_weights_that_are_no_headers(folder: Path, header: bytes, message: str) -> None:
-    data = len(header).to_bytes(8, "little") + header + b"1234"
-    (folder / "model.safetensors").write_bytes(data)
-    with pytest.raises(ModelLoadError, match=rf"model.safetensors {message}.*; restore it"):
+@pytest.mark.parametrize("damage", ["truncated", "no header", "long header", "not there"])
+def test_damaged_weights(folder: Path, damage: str) -> None:
+    path, message = folder / "model.safetensors", "is no safetensors file, or is cut short"
+    content = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "not there":
+        path.unlink()
+        message = r"no \*.safetensors with weights"
+    else:
+        path.write_bytes(b"" if damage == "no header" else b"\xff" * 8 + content[8:])
+    with pytest.raises(ModelLoadError, match=message):
         KVModel.load(folder)
 
 
@@ -264,23 +255,6 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     with pytest.raises(ModelLoadError, match=f"{folder}: {name} holds NaN or infinity, expected"):
         Index.create(tmp_path / "index", model=folder, embedding="hashing")
     assert not (tmp_path / "index").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda one: one.to(torch.int8), "has numbers of type I8, but config.json names no quant"),
-        (lambda one: one.T.contiguous(), r"has the shape \[128, 384\], but .* \[384, 128\]"),
-    ],
-)
-def test_weights_that_would_be_taken_for_others(
-    folder: Path, change: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
-    path, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
-    weights = load_file(path)
-    save_file(weights | {name: change(weights[name])}, path, metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=f"{name} {message}"):
-        KVModel.load(folder)
 
 
 @pytest.mark.parametrize("kind", ["blt", "voxtral"])
@@ -332,23 +306,14 @@ def test_files_that_say_nothing(folder: Path, name: str, content: str | None, me
         KVModel.load(folder)
 
 
-def _no_vocabulary(folder: Path) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"] = {}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-
-
-def _no_json(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
-
-
-def _another_object(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{}")
-
-
-@pytest.mark.parametrize("damage", [_no_vocabulary, _no_json, _another_object])
-def test_damaged_tokenizers(folder: Path, damage: Callable[[Path], None]) -> None:
-    damage(folder)
+@pytest.mark.parametrize("content", ["no vocabulary", "{", "{}"])
+def test_damaged_tokenizers(folder: Path, content: str) -> None:
+    path = folder / "tokenizer.json"
+    if content == "no vocabulary":
+        made = json.loads(path.read_text())
+        made["model"]["vocab"] = {}
+        content = json.dumps(made)
+    path.write_text(content)
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(folder)
 

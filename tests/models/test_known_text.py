@@ -31,10 +31,8 @@ from kvrag.models.known_text import (
     cuts_at_borders,
     ids_of,
 )
-from kvrag.models.loading import load_tokenizer
 from kvrag.models.tokens import SpliceOffsets, encode
 from kvrag_train.tokenizer import build_tokenizer
-from tests.support.models import needs_named_model
 from tests.support.tokenizers import FAMILIES, MARKERS, TEMPLATE, family_tokenizer
 
 _SAMPLE = [
@@ -84,7 +82,6 @@ REAL: dict[str, Callable[[], Tokenizer]] = {
 }
 ALL = [*FAMILIES, *REAL, "kvrag-tiny"]
 # The stripping ones, those with a normaliser and those of other kinds are not known to.
-SMOLLM2 = "smollm2-135m"
 CUTTING = {"byte-level", "byte-level-unflagged", *REAL, "kvrag-tiny"}
 
 
@@ -100,7 +97,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
             chat_template=TEMPLATE,
             clean_up_tokenization_spaces=False,
         )
-    return load_tokenizer(name) if name == SMOLLM2 else build_tokenizer()
+    return build_tokenizer()
 
 
 PIECES = st.sampled_from(
@@ -156,7 +153,7 @@ def check(name: str, chunks: list[str], betweens: list[str], keeps: bool, cut: i
             assert found.token_ids == expected.token_ids
             assert list(found.offsets) == [tuple(one) for one in expected.offsets]
             if isinstance(found.offsets, SpliceOffsets):
-                assert name in {*CUTTING, SMOLLM2}
+                assert name in CUTTING
                 assert found.offsets.starts.tolist() == [start for start, _ in expected.offsets]
             assert ids_of(found.token_ids).tolist() == list(expected.token_ids)
         if control is not None:
@@ -177,16 +174,6 @@ def test_the_same_ids_and_offsets(
     name: str, chunks: list[str], betweens: list[str], keeps: bool, cut: int
 ) -> None:
     check(name, chunks, betweens, keeps, cut)
-
-
-@pytest.mark.slow
-@needs_named_model(SMOLLM2)
-@settings(deadline=None)
-@prompts
-def test_the_same_with_smollm2(
-    chunks: list[str], betweens: list[str], keeps: bool, cut: int
-) -> None:
-    check(SMOLLM2, chunks, betweens, keeps, cut)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -121,15 +121,3 @@ def test_without_onednn_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None
     model = make_model("llama")
     assert pack_linears(model) == 0
     assert not any(isinstance(one, PackedLinear) for one in model.modules())
-
-
-@has_onednn
-def test_bfloat16_as_well_where_the_processor_has_it() -> None:
-    linear = nn.Linear(64, 48, dtype=torch.bfloat16)
-    inputs = torch.randn(5, 64, dtype=torch.bfloat16)
-    model = make_model("llama", dtype=torch.bfloat16)
-    if not pack_linears(model):
-        pytest.skip("this processor does not multiply bfloat16 by oneDNN")
-    with torch.no_grad():
-        found = PackedLinear(linear)(inputs)
-        assert torch.allclose(found, linear(inputs), atol=2e-2)

@@ -86,6 +86,15 @@ class Prompt:
         self.mass = torch.zeros(model.spec.num_layers, num_tokens)
         self.question = num_tokens // 2
 
+    def assert_like(self, other: Prompt, *, looks: bool) -> None:
+        for one, expected in (
+            (self.hidden, other.hidden),
+            (self.fused.storage, other.fused.storage),
+            (self.mass, other.mass),
+        ):
+            torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+        assert bool(self.mass.any()) is looks
+
     def asked(self) -> RowsAsked:
         return RowsAsked(self.mass, 0, num_before(self.rows, self.question))
 
@@ -153,11 +162,7 @@ def test_a_bucket_computes_what_its_rows_alone_do(family: str, data: Any) -> Non
         num_groups = len(groups_of(model.spec.num_layers))
         assert ours.run(compiled, looks=looks, together=True) == num_groups
         assert theirs.run(compiled, looks=looks, together=False) == 0
-        torch.testing.assert_close(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-4)
-        storages = ours.fused.storage, theirs.fused.storage
-        torch.testing.assert_close(*storages, rtol=1e-4, atol=1e-4, equal_nan=True)
-        torch.testing.assert_close(ours.mass, theirs.mass, rtol=1e-4, atol=1e-4)
-        assert bool(ours.mass.any()) is looks
+        ours.assert_like(theirs, looks=looks)
 
 
 @cache
@@ -174,7 +179,7 @@ def test_several_prompts_in_one_graph_are_each_alone(family: str, data: Any) -> 
     meeting, looks = Meeting(), data.draw(st.booleans())
     for slot in graphs._slots.of(256).values():
         slot.fill_(torch.nan)
-    graphs._each_positions.fill_(1 << 40)
+    graphs._positions.fill_(1 << 40)
     sizes = st.integers(2, 60).flatmap(
         lambda tokens: st.tuples(st.just(tokens), st.integers(1, min(tokens, 32)))
     )
@@ -203,11 +208,7 @@ def test_several_prompts_in_one_graph_are_each_alone(family: str, data: Any) -> 
             assert all(one.is_done for one in offered)
         for one, other in zip(ours, theirs, strict=True):
             other.run(compiled, looks=looks, together=False)
-            torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
-            storages = one.fused.storage, other.fused.storage
-            torch.testing.assert_close(*storages, rtol=1e-4, atol=1e-4, equal_nan=True)
-            torch.testing.assert_close(one.mass, other.mass, rtol=1e-4, atol=1e-4)
-            assert bool(one.mass.any()) is looks
+            one.assert_like(other, looks=looks)
 
 
 def test_where_memory_is_short_graphs_compute_fewer_prompts(
@@ -215,7 +216,7 @@ def test_where_memory_is_short_graphs_compute_fewer_prompts(
 ) -> None:
     model = deep("llama")
     compiled, graphs = captured_for(model, 20)
-    capture, replayed = rowgraphs.capture, len(graphs._graphs)
+    capture, before = rowgraphs.capture, set(graphs._graphs)
     assert (graphs.room_for(20), graphs.room_for(200), graphs.room_for(300)) == (8, 2, 1)
 
     def short(*given: Any) -> Any:
@@ -229,16 +230,16 @@ def test_where_memory_is_short_graphs_compute_fewer_prompts(
         [one.rows for one in prompts],
         [compiled.state_of(one.rows, one.fused, one.tables, None) for one in prompts],
     ]
-    assert not graphs.run_joined(*given, looks=False)
+    assert not graphs.run(*given, looks=False)
     graphs.capture()
     assert graphs.room_for(20) == 2
     monkeypatch.setattr(rowgraphs, "capture", capture)
     pair = given[0], *(one[:2] for one in given[1:])
-    assert not graphs.run_joined(*pair, looks=False)
+    assert not graphs.run(*pair, looks=False)
     graphs.capture()
     with model.computing_rows():
-        assert graphs.run_joined(*pair, looks=False)
-    assert len(graphs._graphs) == replayed  # those of one prompt stay
+        assert graphs.run(*pair, looks=False)
+    assert before < graphs._graphs.keys()
 
 
 def test_prompts_that_take_turns_have_their_own_rows() -> None:
@@ -255,7 +256,7 @@ def test_prompts_that_take_turns_have_their_own_rows() -> None:
         done = group.stop
     for one, other in zip(prompts, expected, strict=True):
         other.run(compiled, looks=False, together=False)
-        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
+        one.assert_like(other, looks=False)
 
 
 @pytest.mark.slow
@@ -283,8 +284,7 @@ def test_kernels_read_the_rows_from_their_state(monkeypatch: pytest.MonkeyPatch)
         ours, theirs = (Prompt(model, 30 + seed, 9 + seed, seed) for _ in range(2))
         assert ours.run(compiled, looks=True, together=True) > 0
         theirs.run(compiled, looks=True, together=False)
-        torch.testing.assert_close(ours.hidden, theirs.hidden, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(ours.mass, theirs.mass, rtol=1e-4, atol=1e-4)
+        ours.assert_like(theirs, looks=True)
 
 
 def test_a_prompt_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +395,7 @@ def test_short_memory_makes_fewer_rows_at_once(fits: int, monkeypatch: pytest.Mo
     graphs.capture()
     most = 1 << int(math.log2(fits))
     assert graphs._slots.most_rows == most
-    assert {bucket for _, bucket, _ in graphs._graphs} == {32} | ({256} if fits > 256 else set())
+    assert {bucket for _, bucket, *_ in graphs._graphs} == {32} | ({256} if fits > 256 else set())
     assert not graphs.find(0, most + 1, looks=False)
     assert not graphs.wants_more
     # More rows together would take other slots than those that graphs read.
@@ -446,37 +446,16 @@ def test_slots_wait_for_their_last_user_on_another_stream(monkeypatch: pytest.Mo
     shares = [(one.hidden, one.rows), (other.hidden, other.rows)]
     states = [compiled.state_of(each.rows, each.fused, each.tables, None) for each in (one, other)]
     group = compiled.together(0, one.rows)
-    graphs.run_joined(group, *zip(*shares, strict=True), states, looks=False)
+    graphs.run(group, *zip(*shares, strict=True), states, looks=False)
     graphs.capture()
     here = Named("joined again")
     with torch.no_grad():
-        assert graphs.run_joined(group, *zip(*shares, strict=True), states, looks=False)
+        assert graphs.run(group, *zip(*shares, strict=True), states, looks=False)
     assert waits[-1] == ("joined again", "joined")
 
 
 def _on_host(empty: Any, *size: Any, **more: Any) -> torch.Tensor:
     return empty(*size, **more | {"device": CPU})
-
-
-def test_memory_that_ends_later_leaves_smaller_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def limited(positions: torch.Tensor, *more: Any) -> Any:
-        if len(positions) > 100:
-            raise torch.OutOfMemoryError("no memory")
-        made.append(len(positions))
-        return StateOperations(positions, *more)
-
-    monkeypatch.setattr(cardlayers, "kernels_over", limited)
-    monkeypatch.setattr(rowgraphs, "BUCKETS", (32, 64, 128))
-    _, graphs = graphs_of(deep("llama"))
-    for size in (120, 60, 20):
-        graphs.find(0, size, looks=False)
-    graphs.capture()
-    assert {bucket for _, bucket, _ in graphs._graphs} == {32, 64}
-    assert graphs.find(0, 20, looks=False)
-    graphs.find(0, 120, looks=False)
-    assert not graphs.wants_more
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -488,7 +467,7 @@ def test_memory_that_ends_in_a_capture_leaves_smaller_buckets(
     class Limited(RecordedGraph):
         def __init__(self, run: Any, *more: Any) -> None:
             super().__init__(run, *more)
-            if len(self.calls) and graphs._operations.keys() & {128}:
+            if self.calls and (128, 0) in graphs._each:
                 try:
                     raise short
                 except torch.OutOfMemoryError:
@@ -502,11 +481,11 @@ def test_memory_that_ends_in_a_capture_leaves_smaller_buckets(
     graphs.find(0, 120, looks=False)
     graphs.capture()
     assert not graphs._graphs
-    del graphs._operations[128]
+    del graphs._each[128, 0]
     for size in (120, 60, 20):
         graphs.find(0, size, looks=False)
     graphs.capture()
-    assert {bucket for _, bucket, _ in graphs._graphs} == {32, 64}
+    assert {bucket for _, bucket, *_ in graphs._graphs} == {32, 64}
     assert rowgraphs.uses_graphs()
     (told,) = (record.getMessage() for record in caplog.records)
     assert "of rows at most 64 at once" in told

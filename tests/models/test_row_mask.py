@@ -7,16 +7,17 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from kvrag.models import attention
 from kvrag.models.attention import (
     MassObserver,
     RowMask,
-    _row_attention,
-    _row_attention_eager,
 )
+from kvrag.models.implementations import _functions
 from kvrag.native import Scores
 
+MODULE: Any = GptOssAttention.__new__(GptOssAttention)
 SPREAD = torch.arange(0, 1280, 10)
 
 
@@ -29,7 +30,7 @@ def make_inputs(positions: torch.Tensor, mask: RowMask, dtype: torch.dtype) -> l
 
 
 def assert_attends(mask: RowMask, query: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
-    output, _ = _row_attention(torch.nn.Identity(), query, *kv, mask, scaling=0.3)
+    output, _ = _functions["kvrag_rows"](MODULE, query, *kv, mask, scaling=0.3)
     allowed = mask.dense(kv[0].shape[2])
     expected = scaled_dot_product_attention(
         *(part.float() for part in (query, *kv)), allowed, scale=0.3, enable_gqa=True
@@ -86,8 +87,8 @@ def test_keys_get_the_same_mass_in_the_kernel(window: int | None, softcap: float
     positions = torch.arange(1000, 1030)
     mask = RowMask(positions, 900 if window else 0, window, MassObserver(1010, note))
     query, key, value = make_inputs(positions, mask, torch.float32)
-    attends = _row_attention if softcap is None else _row_attention_eager
-    output, _ = attends(torch.nn.Identity(), query, key, value, mask, 0.3, softcap=softcap)
+    attends = _functions["kvrag_rows" if softcap is None else "kvrag_rows_eager"]
+    output, _ = attends(MODULE, query, key, value, mask, 0.3, softcap=softcap)
     kernel, noted = noted, []
     assert torch.allclose(
         output, mask.show(query, key, value, Scores(0.3, softcap or 0.0)), atol=1e-5

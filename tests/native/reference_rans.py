@@ -37,32 +37,6 @@ def encode_stream(
     return struct.pack("<32I", *states) + struct.pack(f"<{len(words)}H", *reversed(words))
 
 
-def decode_stream(
-    frequencies: NDArray[np.uint16],
-    stream: bytes,
-    table_of: NDArray[np.int64],
-) -> NDArray[np.uint8]:
-    """Return the symbols ``[R, T]`` of an undamaged stream."""
-    starts = np.cumsum(frequencies, axis=1, dtype=np.int64) - frequencies
-    states = list(struct.unpack("<32I", stream[:128]))
-    words = iter(struct.unpack(f"<{(len(stream) - 128) // 2}H", stream[128:]))
-    symbols = np.empty(table_of.shape, np.uint8)
-    for row, token, lane in places(*symbols.shape):
-        table = int(table_of[row, token])
-        slot = states[lane] % TOTAL
-        symbol = int(np.searchsorted(starts[table], slot, side="right")) - 1
-        while frequencies[table, symbol] == 0:
-            symbol -= 1
-        state = int(frequencies[table, symbol]) * (states[lane] // TOTAL)
-        state += slot - int(starts[table, symbol])
-        if state < LOWER:
-            state = state << 16 | next(words)
-        symbols[row, token], states[lane] = symbol, state
-    assert states == [LOWER] * LANES
-    assert next(words, None) is None
-    return symbols
-
-
 def split(payload: bytes) -> list[bytes]:
     """Return the streams of a payload."""
     (count,) = struct.unpack_from("<I", payload)

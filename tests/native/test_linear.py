@@ -50,20 +50,13 @@ def test_it_is_a_linear_layer(data: st.DataObject) -> None:
             assert close.all()
 
 
-def assert_threads_change_nothing(layer: FewRowsLinear, rows: torch.Tensor) -> None:
+def assert_threads_change_nothing(layer: FewRowsLinear | Int8Linear, rows: torch.Tensor) -> None:
     found = []
     for number in (1, 2, 3):
         with torch_threads(number):
             found.append(layer(rows))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-
-
-def test_threads_change_nothing(isa: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    layer = FewRowsLinear(torch.randn(1001, 576, generator=generator))
-    rows = torch.randn(2, 3, 576, generator=generator)
-    assert_threads_change_nothing(layer, rows)
 
 
 @pytest.mark.parametrize(
@@ -94,17 +87,6 @@ def test_other_rows_do_not_change_a_rows_bits(isa: str, num_inputs: int) -> None
         assert torch.equal(layer(rows[-count:]), together[-count:])
 
 
-def test_weights_without_memory_are_refused() -> None:
-    weight = torch.ones(16, 32)
-    weight.untyped_storage().resize_(0)
-    with pytest.raises(ParameterError, match="without"):
-        FewRowsLinear(weight)
-
-
-def test_nothing_is_computed_for_no_rows() -> None:
-    assert FewRowsLinear(torch.ones(3, 2))(torch.empty(1, 0, 2)).shape == (1, 0, 3)
-
-
 @pytest.mark.parametrize(
     ("weight", "bias"),
     [
@@ -115,21 +97,18 @@ def test_nothing_is_computed_for_no_rows() -> None:
         (torch.ones(3, 2), torch.ones(3, dtype=torch.bfloat16)),
     ],
 )
-def test_weights_of_another_kind(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def test_arguments_of_another_kind(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     with pytest.raises(ParameterError, match=r"(weight|bias):"):
         FewRowsLinear(weight, bias)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        torch.ones(1, 3),
-        torch.ones(1, 2, dtype=torch.bfloat16),
-    ],
-)
-def test_rows_of_another_kind(rows: torch.Tensor) -> None:
-    with pytest.raises(ParameterError, match="rows"):
-        FewRowsLinear(torch.ones(3, 2))(rows)
+    for layer in (FewRowsLinear(torch.ones(3, 2)), Int8Linear(torch.ones(3, 2))):
+        assert layer(torch.empty(1, 0, 2)).shape == (1, 0, 3)
+        for rows in (torch.ones(1, 3), torch.ones(1, 2).double()):
+            with pytest.raises(ParameterError, match="rows"):
+                layer(rows)
+    weight = torch.ones(16, 32)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ParameterError, match="without"):
+        FewRowsLinear(weight)
 
 
 @settings(max_examples=examples(40))
@@ -178,15 +157,8 @@ def test_eight_bits_depend_on_neither_threads_nor_other_rows(isa: str) -> None:
     generator = torch.Generator().manual_seed(3)
     layer = Int8Linear(torch.randn(1001, 577, generator=generator))
     rows = torch.randn(200, 577, generator=generator)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = torch.cat([layer(row[None]) for row in rows])
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            assert torch.equal(layer(rows), expected)
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_nothing(layer, rows)
+    assert torch.equal(layer(rows), torch.cat([layer(row[None]) for row in rows]))
 
 
 def test_a_row_that_is_not_finite_gives_nothing_else(isa: str) -> None:
@@ -213,12 +185,6 @@ def test_a_row_that_is_not_finite_gives_nothing_else(isa: str) -> None:
 def test_weights_that_have_no_eight_bits(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     with pytest.raises(ParameterError, match=r"(weight|bias):"):
         Int8Linear(weight, bias)
-
-
-@pytest.mark.parametrize("rows", [torch.ones(1, 3), torch.ones(1, 2, dtype=torch.float64)])
-def test_rows_that_eight_bits_do_not_fit(rows: torch.Tensor) -> None:
-    with pytest.raises(ParameterError, match="rows"):
-        Int8Linear(torch.ones(3, 2))(rows)
 
 
 def as_numbers(

@@ -436,4 +436,4 @@ def test_a_whole_conversion_says_it_in_one_line(
     write_gguf(tmp_path / "m.gguf", fields={"attention.causal": False})
     with pytest.raises(ModelLoadError, match=r"^cannot convert m: .*both.*safetensors instead$"):
         resolve_model(tmp_path / "m.gguf")
-    assert not list((tmp_path / "cache").iterdir())
+    assert not list((tmp_path / "cache").glob("[!.]*"))

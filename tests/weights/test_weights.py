@@ -118,9 +118,8 @@ def test_two_at_once_leave_one_conversion(tmp_path: Path, monkeypatch: pytest.Mo
     c.convert(source)
     (found,) = c.converted_models()
     c.remove(found)
-    left = c.cache_folder() / f".converting-{found.folder.name}" / "tmpx"
-    left.mkdir(parents=True)
-    (left.parent / "file").touch()
+    left = c.cache_folder() / ".converting-x"
+    left.mkdir()
     (left / "model.safetensors").write_text("half")
     run, calls, waits = cache._run, [], threading.Event()
 
@@ -131,41 +130,12 @@ def test_two_at_once_leave_one_conversion(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("kvrag.weights.cache._run", slow)
     with ThreadPoolExecutor(2) as pool:
-        said = lambda line: waits.set() if "another process converts it" in line else None  # noqa: E731
+        said = lambda line: waits.set() if "another process converts" in line else None  # noqa: E731
         first, second = pool.map(lambda _: c.convert(source, said), range(2))
     assert len(calls) == 1
     assert first == second
     assert [one.folder for one in c.converted_models()] == [first.folder]
-    assert sorted(entry.name for entry in c.cache_folder().iterdir()) == [first.folder.name]
-
-
-def test_a_folder_that_its_process_deletes_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, moments = tmp_path / "cache" / ".converting-m", iter(range(9))
-    folder.parent.mkdir()
-    make, take = os.mkdir, os.open
-
-    def mkdir(path: Any, *given: Any) -> None:
-        """It is there, and a moment later it is not."""
-        if Path(path) == folder and next(moments) == 0:
-            raise FileExistsError(path)
-        make(path, *given)
-
-    def taken(path: Any, *given: Any, **named: Any) -> int:
-        if path == folder and next(moments) == 2:
-            folder.rmdir()
-        return take(path, *given, **named)
-
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    monkeypatch.setattr(os, "open", taken)
-    with cache._alone(folder, print) as scratch:
-        assert list(folder.iterdir()) == [scratch]
-        assert next(moments) > 4
-    assert not folder.exists()
-    folder.touch()
-    with pytest.raises(FileExistsError), cache._alone(folder, print):
-        pass
+    assert {entry.name for entry in c.cache_folder().iterdir()} == {".lock", first.folder.name}
 
 
 @pytest.mark.usefixtures("quick")
@@ -187,16 +157,18 @@ def test_a_changed_file_is_converted_anew_and_damage_is_seen(tmp_path: Path) -> 
     assert c.damaged_files(again) == []
     os.utime(path, ns=(1, 1))
     assert c.converted(source) is None
-    dead, held = (c.cache_folder() / f".converting-{name}" for name in ("dead", "held"))
-    (dead / "tmp").mkdir(parents=True)
-    gone = c.cache_folder() / ".removing-dead"
-    (gone / "model").mkdir(parents=True)
-    with cache._alone(held, print):
-        small = c.convert(source, is_small=True)
-        whole = c.convert(source)
-        assert held.exists()
-        assert not dead.exists()
+    small, whole = c.convert(source, is_small=True), c.convert(source)
+    dead, gone = (c.cache_folder() / f".{name}-dead" for name in ("converting", "removing"))
+    for left in (dead, gone):
+        (left / "model").mkdir(parents=True)
+    with cache._alone(print) as held:
+        dead.mkdir()
+        c.sweep()
+        assert held.exists()  # another process's
+        assert dead.exists()
         assert not gone.exists()
+    c.sweep()
+    assert not dead.exists()
     assert {one.folder for one in c.converted_models()} == {small.folder, whole.folder}
     c.remove(small)
     c.remove(whole)
@@ -350,4 +322,4 @@ def test_bad_files_are_refused(
     with pytest.raises(ModelLoadError, match=message) as caught:
         resolve_model(tmp_path / name)
     assert "Traceback" not in str(caught.value)
-    assert not list(c.cache_folder().glob("*")) if c.cache_folder().exists() else True
+    assert not list(c.cache_folder().glob("[!.]*")) if c.cache_folder().exists() else True

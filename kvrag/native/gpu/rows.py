@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.nn.functional import gelu, silu
@@ -23,6 +23,9 @@ MOST_TABLES = 2
 """Tables of cosines and sines that the layers of a model may have."""
 # Programs that keep a card busy: some for each of its processors.
 _PROGRAMS = 264
+
+
+QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Norm(NamedTuple):
@@ -85,62 +88,29 @@ class RowPlaces:
         return numbers + [first + index * size for index in range(num_layers) for first in firsts]
 
 
-class RowOperations(Protocol):
-    """Operations over rows ``[B, width]``; they may leave rows that mean nothing as they are."""
-
-    def norm(self, rows: torch.Tensor, norm: Norm, out: torch.Tensor, *, adds: bool) -> None:
-        """Write each row's norm to `out`, or add it there."""
-
-    def gated(self, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, is_gelu: bool) -> None:
-        """Write the activation of one slot times another; `out` may be either."""
-
-    def rotate(
-        self,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        norms: tuple[Norm, Norm] | None,
-        layer: int,
-        table: int,
-        head_dim: int,
-    ) -> None:
-        """Norm and rotate queries in place, and write keys, so treated, and values to the buffer.
-
-        Keys and values are not used afterwards.
-        """
-
-    def attend(
-        self, query: torch.Tensor, out: torch.Tensor, layer: int, scores: Scores, head_dim: int
-    ) -> None:
-        """Write to `out` what rows gather from the buffer's rows up to their own."""
-
-    def mass(self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int) -> None:
-        """Add to the mass what keys got in the `attend` before, times their values' norms."""
-
-
 class RowTensors:
-    """`RowOperations` in PyTorch."""
+    """Operations over rows ``[B, width]`` in PyTorch; they may leave rows that mean nothing."""
 
     def __init__(self, places: RowPlaces) -> None:
         self._places = places
 
     def norm(self, rows: torch.Tensor, norm: Norm, out: torch.Tensor, *, adds: bool) -> None:
+        """Write each row's norm to `out`, or add it there."""
         made = _normed(rows, norm)
-        if adds:
-            out += made
-        else:
-            out.copy_(made)
+        out.copy_(out + made if adds else made)
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, is_gelu: bool) -> None:
+        """Write the activation of one slot times another; `out` may be either."""
         opened = gelu(gate, approximate="tanh") if is_gelu else silu(gate)
         torch.mul(opened, up, out=out)
 
     def rotate(
-        self,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        norms: tuple[Norm, Norm] | None,
-        layer: int,
-        table: int,
-        head_dim: int,
+        self, qkv: QKV, norms: tuple[Norm, Norm] | None, layer: int, table: int, head_dim: int
     ) -> None:
+        """Norm and rotate queries in place, and write keys, so treated, and values to the buffer.
+
+        Keys and values are not used afterwards.
+        """
         places = self._places
         rows = slice(0, places.num_rows)
         at = places.positions[rows]
@@ -157,12 +127,14 @@ class RowTensors:
     def attend(
         self, query: torch.Tensor, out: torch.Tensor, layer: int, scores: Scores, head_dim: int
     ) -> None:
+        """Write to `out` what rows gather from the buffer's rows up to their own."""
         weights, values = self._weights(query, layer, scores, head_dim)
         gathered = (weights.flatten(1, 2) @ values).view(*weights.shape[:3], head_dim)
         # [H, G, n, D] -> [n, H * G * D]
         out[: self._places.num_rows] = gathered.permute(2, 0, 1, 3).flatten(1).to(out.dtype)
 
     def mass(self, query: torch.Tensor, layer: int, scores: Scores, head_dim: int) -> None:
+        """Add to the mass what keys got in the `attend` before, times their values' norms."""
         places = self._places
         assert places.mass is not None
         weights, values = self._weights(query, layer, scores, head_dim)
@@ -191,7 +163,7 @@ class RowTensors:
 
 
 class RowKernels:
-    """`RowOperations` by kernels.
+    """What `RowTensors` does, by kernels.
 
     Parameters
     ----------
@@ -239,12 +211,7 @@ class RowKernels:
         self._start("gated", grid, gate, up, out, self._state, gate.shape[-1], GELU=int(is_gelu))
 
     def rotate(
-        self,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        norms: tuple[Norm, Norm] | None,
-        layer: int,
-        table: int,
-        head_dim: int,
+        self, qkv: QKV, norms: tuple[Norm, Norm] | None, layer: int, table: int, head_dim: int
     ) -> None:
         flags = {"NORMS": int(norms is not None), "ADDS_ONE": 0, "D": head_dim}
         weights, epsilon = (qkv[0], qkv[1]), 0.0
@@ -291,6 +258,9 @@ class RowKernels:
         self, name: str, grid: tuple[int, ...], *given: torch.Tensor | float, **constants: int
     ) -> None:
         start(name, grid, *given, dtype=self._dtype, device=self._device, **constants)
+
+
+RowOperations: TypeAlias = RowTensors | RowKernels
 
 
 class LayerKind(NamedTuple):

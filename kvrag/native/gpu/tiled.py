@@ -18,6 +18,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -101,10 +102,8 @@ def _attend_tiling(constants: Constants, arch: str) -> Tiling:
 
 
 def _mass_tiling(constants: Constants, _: str) -> Tiling:
-    head_dim = constants["D"]
-    return Tiling(
-        {"BM": 64, "BN": 64 if head_dim <= 64 else 32}, warps=8 if head_dim > 128 else 4, stages=2
-    )
+    tile = {"BM": 64, "BN": 64 if constants["D"] <= 64 else 32}
+    return Tiling(tile, warps=8 if constants["D"] > 128 else 4, stages=2)
 
 
 def _place_tiling(constants: Constants, _: str) -> Tiling:
@@ -118,112 +117,77 @@ def _synthesise_tiling(constants: Constants, _: str) -> Tiling:
     return Tiling({"WIDTH": width, "BT": tile, "BK": 32}, warps=8 if width > 64 else 4, stages=2)
 
 
+def _fixed(warps: int, **constants: int) -> Callable[[Constants, str], Tiling]:
+    return lambda _, __: Tiling(constants, warps)
+
+
+def _program(
+    file: str,
+    arguments: str,
+    tiling: Callable[[Constants, str], Tiling],
+    **constants: tuple[int, ...],
+) -> Program:
+    """Return a program whose arguments are written as "type name name; type name"."""
+    each = (part.split() for part in arguments.split(";"))
+    named = {name: kind for kind, *names in each for name in names}
+    return Program(file, named, constants, tiling)
+
+
 _DIMS, _FLAG = (64, 128, 256), (0, 1)
-_ADDRESSES = {"query": "*T", "positions": "*i64", "state": "*i64"}
-_SCORES = {"window": "i64", "scale": "fp32", "cap": "fp32"}
+_CODED = "*i16 payload; *i64 jobs; *i16 numbers; *i32 flags counts"
+_SCORES = "i64 window; fp32 scale cap"
 
 PROGRAMS: dict[str, Program] = {
-    "place": Program(
+    "place": _program(
         "place",
-        {
-            "parts": "*i64",
-            **dict.fromkeys(("cos", "sin"), "*fp32"),
-            **dict.fromkeys(("keys", "values"), "*T"),
-            **dict.fromkeys(("first_layer", "num_heads"), "i64"),
-            "num_rotated": "i64/16",
-            "capacity": "i64",
-        },
-        {"D": _DIMS},
+        "*i64 parts; *fp32 cos sin; *T keys values; i64 first_layer num_heads; i64/16 num_rotated;"
+        "i64 capacity",
         _place_tiling,
+        D=_DIMS,
     ),
-    "rans": Program(
+    "rans": _program("codec", _CODED, _fixed(1), REFINES=_FLAG),
+    "escapes": _program("codec", _CODED, _fixed(4, BLOCK=1024)),
+    "synthesise": _program(
         "codec",
-        {"payload": "*i16", "jobs": "*i64", "numbers": "*i16", "flags": "*i32", "counts": "*i32"},
-        {"REFINES": _FLAG},
-        lambda _, __: Tiling({}, warps=1),
-    ),
-    "escapes": Program(
-        "codec",
-        {"payload": "*i16", "jobs": "*i64", "numbers": "*i16", "flags": "*i32", "counts": "*i32"},
-        {},
-        lambda _, __: Tiling({"BLOCK": 1024}, warps=4),
-    ),
-    "synthesise": Program(
-        "codec",
-        {"numbers": "*i16", "entries": "*i64", "like": "*T", "num_heads": "i64"},
-        {"D": _DIMS, "SUMS": _FLAG, "EXACT": (0,)},
+        "*i16 numbers; *i64 entries; *T like; i64 num_heads",
         _synthesise_tiling,
+        **{"D": _DIMS, "SUMS": _FLAG, "EXACT": (0,)},
     ),
-    "unpack": Program(
+    "unpack": _program(
         "codec",
-        {
-            "payload": "*u8",
-            "entries": "*i64",
-            "levels": "*i8",
-            "powers": "*fp32",
-            "like": "*T",
-            "head_dim": "i64",
-        },
-        {},
-        lambda _, __: Tiling({"WIDTH": 128, "BT": 64, "BK": 32}, warps=8),
+        "*u8 payload; *i64 entries; *i8 levels; *fp32 powers; *T like; i64 head_dim",
+        _fixed(8, WIDTH=128, BT=64, BK=32),
     ),
-    "kept": Program(
-        "codec",
-        {"payload": "*i16", "jobs": "*i64"},
-        {},
-        lambda _, __: Tiling({"BLOCK": 1024}, warps=4),
-    ),
-    "norm": Program(
+    "kept": _program("codec", "*i16 payload; *i64 jobs", _fixed(4, BLOCK=1024)),
+    "norm": _program(
         "rows",
-        {
-            **dict.fromkeys(("rows", "weight", "out"), "*T"),
-            "state": "*i64",
-            "width": "i64/16",
-            "epsilon": "fp32",
-        },
-        {"ADDS_ONE": _FLAG, "ADDS": _FLAG},
-        lambda _, __: Tiling({"BLOCK": 1024}, warps=4),
+        "*T rows weight out; *i64 state; i64/16 width; fp32 epsilon",
+        _fixed(4, BLOCK=1024),
+        **{"ADDS_ONE": _FLAG, "ADDS": _FLAG},
     ),
-    "gated": Program(
-        "rows",
-        {**dict.fromkeys(("gate", "up", "out"), "*T"), "state": "*i64", "width": "i64/16"},
-        {"GELU": _FLAG},
-        lambda _, __: Tiling({"BLOCK": 2048}, warps=4),
+    "gated": _program(
+        "rows", "*T gate up out; *i64 state; i64/16 width", _fixed(4, BLOCK=2048), GELU=_FLAG
     ),
-    "rotate": Program(
+    "rotate": _program(
         "rows",
-        {
-            **dict.fromkeys(("query", "key", "value", "query_weight", "key_weight"), "*T"),
-            **dict.fromkeys(("positions", "state"), "*i64"),
-            **dict.fromkeys(("layer", "table", "num_asked", "num_given"), "i64"),
-            "epsilon": "fp32",
-        },
-        {"D": _DIMS, "NORMS": _FLAG, "ADDS_ONE": _FLAG},
-        lambda _, __: Tiling({"BT": 16}, warps=4),
+        "*T query key value query_weight key_weight; *i64 positions state;"
+        "i64 layer table num_asked num_given; fp32 epsilon",
+        _fixed(4, BT=16),
+        **{"D": _DIMS, "NORMS": _FLAG, "ADDS_ONE": _FLAG},
     ),
-    "attend": Program(
+    "attend": _program(
         "rows",
-        {
-            **_ADDRESSES,
-            "out": "*T",
-            **dict.fromkeys(("lse", "partial"), "*fp32"),
-            "counters": "*i32",
-            **dict.fromkeys(("layer", "num_asked", "group", "most_rows"), "i64"),
-            **_SCORES,
-        },
-        {"D": _DIMS, "SOFTCAP": _FLAG, "WHOLE": _FLAG},
+        "*T query; *i64 positions state; *T out; *fp32 lse partial; *i32 counters;"
+        f"i64 layer num_asked group most_rows; {_SCORES}",
         _attend_tiling,
+        **{"D": _DIMS, "SOFTCAP": _FLAG, "WHOLE": _FLAG},
     ),
-    "mass": Program(
+    "mass": _program(
         "rows",
-        {
-            **_ADDRESSES,
-            "lse": "*fp32",
-            **dict.fromkeys(("layer", "num_asked", "num_given", "group", "most_rows"), "i64"),
-            **_SCORES,
-        },
-        {"D": _DIMS, "SOFTCAP": _FLAG},
+        "*T query; *i64 positions state; *fp32 lse;"
+        f"i64 layer num_asked num_given group most_rows; {_SCORES}",
         _mass_tiling,
+        **{"D": _DIMS, "SOFTCAP": _FLAG},
     ),
 }
 """The kernels by name."""
@@ -320,40 +284,22 @@ def start(
             f"compiler, or the package {PACKAGE}; {VARIABLE}=off computes without"
         )
     tiling = PROGRAMS[name].tiling(constants, architecture(device))
-    if device.type == "cuda":
-        key = key_of(name, dtype, architecture(device), constants)
-        if key in _compiled():
-            function, threads, shared = _function(device, key)
-            # Two addresses more, of scratch memory that these kernels do without.
-            given = (*arguments, None, None)
-            launch_function(function, device, grid, given, num_threads=threads, shared_bytes=shared)
-            return
-        with torch.cuda.device(device):
-            _run(name, grid, arguments, constants, tiling)
+    key = key_of(name, dtype, architecture(device), constants)
+    if device.type == "cuda" and key in _compiled():
+        function, threads, shared = _function(device, key)
+        # Two addresses more, of scratch memory that these kernels do without.
+        given = (*arguments, None, None)
+        launch_function(function, device, grid, given, num_threads=threads, shared_bytes=shared)
         return
-    _run(name, grid, arguments, constants, tiling)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel = getattr(sources(PROGRAMS[name].file), name)
+        options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        kernel[grid](*arguments, **constants, **tiling.constants, **options)
 
 
 def tiling_of(name: str, device: torch.device, **constants: int) -> Constants:
     """Return the constants of a kernel's tiling, which say how many programs it takes."""
     return PROGRAMS[name].tiling(constants, architecture(device)).constants
-
-
-def _run(
-    name: str,
-    grid: tuple[int, ...],
-    arguments: tuple[Argument | float, ...],
-    constants: Constants,
-    tiling: Tiling,
-) -> None:
-    kernel = getattr(sources(PROGRAMS[name].file), name)
-    kernel[grid](
-        *arguments,
-        **constants,
-        **tiling.constants,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
 
 
 @cache
@@ -434,8 +380,7 @@ def _compiled() -> Mapping[str, Mapping[str, Any]]:
             PACKAGE,
         )
         return {}
-    kernels: Mapping[str, Mapping[str, Any]] = found
-    return kernels
+    return found  # type: ignore[no-any-return]
 
 
 def _function(device: torch.device, key: str) -> tuple[Any, int, int]:
