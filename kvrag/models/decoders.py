@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -129,9 +128,7 @@ def _linear(facts: Facts, weights: Weights, name: str) -> nn.Linear:
     bias = None if found is None else _parameter(found)
     weight = _parameter(weights[f"{name}.weight"])
     if small is not None:
-        outputs, inputs = small["shape"]
-        given: Any = SimpleNamespace(in_features=inputs, out_features=outputs, bias=bias)
-        layer = SmallLinear(given, small)
+        layer = SmallLinear(small, bias)
         layer.weight = weight
         return layer
     # Its class would first fill memory with random numbers.
@@ -190,14 +187,7 @@ def _embedding(facts: Facts, weights: Weights) -> nn.Embedding:
     weight, small = weights[f"{name}.weight"], facts["small"].get(name)
     if small is None:
         return Embedding(facts, weight)
-    given: Any = SimpleNamespace(
-        num_embeddings=small["shape"][0],
-        embedding_dim=small["shape"][1],
-        padding_idx=None,
-        weight=weights["model.norm.weight"],
-        scalar_embed_scale=facts["factor"],
-    )
-    made = SmallEmbedding(given, small)
+    made = SmallEmbedding(small, weights["model.norm.weight"].dtype, facts["factor"])
     made.weight = _parameter(weight)
     return made
 

@@ -365,8 +365,13 @@ class _SmallQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
         for name, described in self.quantization_config.weights.items():
             layer: Any = model.get_submodule(name)
-            made = SmallEmbedding if isinstance(layer, nn.Embedding) else SmallLinear
-            model.set_submodule(name, made(layer, described))
+            made: nn.Module
+            if isinstance(layer, nn.Embedding):
+                factor = getattr(layer, "scalar_embed_scale", None)
+                made = SmallEmbedding(described, layer.weight.dtype, factor)
+            else:
+                made = SmallLinear(described, layer.bias)
+            model.set_submodule(name, made)
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **_: object

@@ -62,17 +62,17 @@ class SmallLinear(_Small, nn.Linear):
 
     Parameters
     ----------
-    layer
-        The layer that it replaces.
     described
         What the folder's ``config.json`` says of its weights.
+    bias
+        That of the layer that it replaces.
     """
 
-    def __init__(self, layer: nn.Linear, described: dict[str, Any]) -> None:
+    def __init__(self, described: dict[str, Any], bias: nn.Parameter | None) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.bias = layer.bias
         self._take(described)
+        self.out_features, self.in_features = self.shape
+        self.bias = bias  # type: ignore[assignment]  # as `nn.Linear` has it
         self._computes: tuple[GroupedWeight, torch.Tensor | None, GroupedLinear] | None = None
 
     def kernel(self) -> GroupedLinear:
@@ -90,18 +90,25 @@ class SmallLinear(_Small, nn.Linear):
 
 
 class SmallEmbedding(_Small, nn.Embedding):
-    """A table of embeddings over a GGUF file's bits. Parameters as `SmallLinear`."""
+    """A table of embeddings over a GGUF file's bits.
 
-    def __init__(self, layer: nn.Embedding, described: dict[str, Any]) -> None:
+    Parameters
+    ----------
+    described
+        As for `SmallLinear`.
+    dtype
+        The type of what it looks up, which follows the model's.
+    factor
+        What that is multiplied by, as in Gemma.
+    """
+
+    def __init__(self, described: dict[str, Any], dtype: torch.dtype, factor: float | None) -> None:
         nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
-        self.padding_idx = layer.padding_idx
-        # Gemma multiplies what it looks up.
-        self._factor: float | None = getattr(layer, "scalar_embed_scale", None)
-        # Its type follows the model's.
-        like = torch.empty(0, dtype=layer.weight.dtype, device="meta")
-        self.register_buffer("_like", like, persistent=False)
         self._take(described)
+        self.num_embeddings, self.embedding_dim = self.shape
+        self.padding_idx, self._factor = None, factor
+        like = torch.empty(0, dtype=dtype, device="meta")
+        self.register_buffer("_like", like, persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ``[..., embedding_dim]``."""

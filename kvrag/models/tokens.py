@@ -168,7 +168,8 @@ def facts_of(tokenizer: Any) -> dict[str, Any] | None:
     """
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-    own = {name for kind in type(tokenizer).__mro__ for name in vars(kind) if kind not in _known()}
+    known = TokenizersBackend.__mro__
+    own = {name for kind in type(tokenizer).__mro__ for name in vars(kind) if kind not in known}
     cleans = tokenizer.clean_up_tokenization_spaces
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     if (
@@ -193,12 +194,6 @@ _COMPUTE = {
     *("convert_ids_to_tokens", "convert_tokens_to_ids", "_convert_token_to_id_with_added_voc"),
     *("added_tokens_decoder", "all_special_tokens", "get_chat_template", "encode"),
 }
-
-
-def _known() -> set[type]:
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend
-
-    return set(TokenizersBackend.__mro__)
 
 
 # -- token ids with their places -----------------------------------------------------------------

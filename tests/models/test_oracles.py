@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS, Bench, relative_difference
@@ -36,24 +35,6 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
     # Rounding alone separates the two: fp32 agrees to 1e-6, bf16 keeps 8 bits of mantissa.
     bound = 0.15 if dtype == torch.bfloat16 else 0.02
     assert relative_difference(fused.logits, bench.plain_logits(prompt)) < bound
-
-
-def test_boundary_recomputes_the_first_tokens_of_each_chunk() -> None:
-    bench = Bench(KVModel(make_model(), make_tokenizer()))
-    prompt = "Context:\n" + bench.prompt(2, 0, 1)
-    report = bench.fuse(prompt, BoundaryPolicy(tokens=4)).report
-    assert report.num_recomputed == 3 * 4
-    assert set(report.rows_by_layer) == {report.num_fresh + report.num_recomputed}
-
-
-def test_deviation_recomputes_the_share_asked_for() -> None:
-    bench = Bench(KVModel(make_model(), make_tokenizer()))
-    prompt = "Context:\n" + bench.prompt(2, 0, 1, 3)
-    report = bench.fuse(prompt, DeviationPolicy(ratio=0.25)).report
-    found = report.num_reused + report.num_recomputed
-    assert report.num_recomputed == -(-found // 4)
-    assert report.rows_by_layer[0] == report.num_tokens
-    assert report.rows_by_layer[1] == report.num_fresh + report.num_recomputed
 
 
 def test_a_prompt_without_chunks_is_plain_prefill() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -342,23 +341,6 @@ def test_a_capture_that_fails_is_told_once_and_leaves_prompts_as_they_were(
     assert not graphs.wants_more
 
 
-def test_what_cannot_be_prepared_is_told_once_and_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiled, graphs = captured_for(deep("llama"), 20)
-    prepare = Mock(side_effect=ValueError("no compiler"))
-    with monkeypatch.context() as patch:
-        patch.setattr(rowgraphs, "Prepared", prepare)
-        for _ in range(2):
-            graphs.find(0, 60, looks=False)
-            graphs.capture()
-    assert prepare.call_count == 1
-    assert [one.levelname for one in caplog.records] == ["WARNING"]
-    assert "no compiler" in caplog.text
-    assert not graphs.wants_more
-    assert Prompt(deep("llama"), 40, 20, 1).run(compiled, looks=False, together=True) == 0
-
-
 def test_a_replay_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -401,18 +383,6 @@ def test_short_memory_makes_fewer_rows_at_once(fits: int, monkeypatch: pytest.Mo
     # More rows together would take other slots than those that graphs read.
     assert graphs.room_for(20) == (8 if fits > 256 else 2)
     assert prompt.run(compiled, looks=False, together=True) > 0
-
-
-@pytest.mark.parametrize(("free_rows", "most"), [(4096, 4096), (1500, 1024), (10, 512)])
-def test_slots_take_a_part_of_what_a_card_has_free(
-    free_rows: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, graphs = graphs_of(deep("llama"))
-    made = graphs._description
-    of_row = sum(made.widths.values()) * made.dtype.itemsize
-    free = free_rows * of_row * cardlayers._FREE_SHARE
-    monkeypatch.setattr(cardlayers, "free_bytes", lambda _: (free, 2 * free))
-    assert cardlayers.Slots(made, torch.device("cuda")).most_rows == most
 
 
 def test_slots_wait_for_their_last_user_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,23 +488,6 @@ def test_memory_may_end_between_finding_layers_and_running_them(
     assert torch.equal(run(after), expected)
 
 
-def test_a_prompt_without_memory_leaves_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, graphs = graphs_of(deep("llama"))
-    slots = graphs._slots
-    slots.of(20)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", Mock(side_effect=torch.OutOfMemoryError("no memory")))
-        with pytest.raises(torch.OutOfMemoryError):
-            slots.of(200)
-        with pytest.raises(torch.OutOfMemoryError):
-            slots.reserve()
-    assert slots.most_rows == 1  # of none, no prompt could be computed
-    assert set(slots.of(20)) == set(slots._widths)
-    # Prompts that began before memory was short never take more than graphs know.
-    slots.most_rows = 16
-    assert compiled.most_rows == 16
-
-
 def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
@@ -560,15 +513,3 @@ def test_what_a_prompt_in_inference_mode_took_is_captured() -> None:
     graphs.capture()
     assert rowgraphs.uses_graphs()
     assert Prompt(deep("llama"), 40, 20, 1).run(compiled, looks=False, together=True) > 0
-
-
-def test_rows_that_would_fill_a_bucket_at_a_price_are_carried_out() -> None:
-    _, graphs = graphs_of(deep("llama"))
-    modules = deep("llama").rows.layers[0].modules()
-    weights = sum(one.weight.numel() for one in modules if isinstance(one, torch.nn.Linear))
-    assert graphs._most_filled == rowgraphs._MOST_FILLED / weights
-    graphs._most_filled = 100  # as of a model of some billions
-    assert graphs.bucket_of(31) == 32
-    assert graphs.bucket_of(2050) is None
-    assert graphs.bucket_of(3000) == 3072
-    assert graphs.bucket_of(5000) is None

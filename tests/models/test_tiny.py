@@ -8,11 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvrag_corpus import generate_corpus
-from kvrag_train.batches import Item, pack
+from kvrag_train.batches import Item
 from kvrag_train.evaluate import Score, corpus_items, evaluate
 from kvrag_train.export import SHIPPED
-from kvrag_train.model import answer_logits
-from kvrag_train.prompts import CHAT_SYSTEM, CHAT_USER, FORMATS, PLAIN
+from kvrag_train.prompts import CHAT_SYSTEM, CHAT_USER
 from kvrag_train.tokenizer import build_tokenizer
 from tests.support.properties import trials
 
@@ -82,31 +81,6 @@ def test_the_card_states_what_was_measured() -> None:
     assert f"{table['plain_reuse']['carried_over'][0]:.1%}" in card
 
 
-@pytest.mark.parametrize("prompt_format", FORMATS, ids=lambda f: f.name)
-def test_generate_gives_the_scored_answer(model, tokenizer, items, prompt_format) -> None:
-    item = Item(items[0].documents, items[0].questions[:1], prompt_format)
-    question = item.questions[0]
-    prompt = tokenizer(prompt_format.render(item.documents, question.text), return_tensors="pt")
-    length = prompt["input_ids"].shape[1]
-    out = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-    answer = tokenizer.decode(out[0, length:], skip_special_tokens=True).strip()
-    scored = evaluate(model, tokenizer, [item])["overall"].right == 1
-    assert scored == (answer == question.full_answer)
-
-
-@pytest.mark.parametrize("prompt_format", FORMATS, ids=lambda f: f.name)
-def test_packed_questions_are_asked_as_if_alone(model, tokenizer, items, prompt_format) -> None:
-    item = Item(items[1].documents, items[1].questions, prompt_format)
-    with torch.no_grad():
-        logits, targets, ids = answer_logits(model, pack([item], tokenizer))
-        for number, question in enumerate(item.questions):
-            prompt = tokenizer(prompt_format.render(item.documents, question.text))["input_ids"]
-            answer = tokenizer(f" {question.full_answer}", add_special_tokens=False)["input_ids"]
-            alone = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :]
-            torch.testing.assert_close(alone, logits[ids == number], atol=1e-3, rtol=1e-3)
-            assert targets[ids == number].tolist() == [*answer, tokenizer.eos_token_id]
-
-
 def test_tokenizer_is_the_one_the_code_builds(tokenizer) -> None:
     assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
 
@@ -130,13 +104,3 @@ def test_chat_template_renders_the_trained_formats(tokenizer) -> None:
     for messages, prompt_format in ((user, CHAT_USER), (system, CHAT_SYSTEM)):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text == "<bos>" + prompt_format.render(documents, "Who?")
-
-
-def test_text_around_documents_never_changes_their_tokens(tokenizer, items) -> None:
-    documents = items[0].documents
-    ids = tokenizer(PLAIN.render(documents, "Who?"))["input_ids"]
-    separator = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
-    expected = [tokenizer.bos_token_id]
-    for document in documents:
-        expected += [*tokenizer(document, add_special_tokens=False)["input_ids"], *separator]
-    assert ids[: len(expected)] == expected

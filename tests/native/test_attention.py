@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,33 +168,35 @@ def test_nothing_to_attend() -> None:
     assert (taken == 0).all()
 
 
-def test_mistakes_of_the_caller() -> None:
-    query, key = torch.zeros(4, 3, 8), torch.zeros(2, 5, 8)
-    rows = torch.arange(3)
-    with pytest.raises(ParameterError, match=r"query: expected torch.float32, torch.bfloat16"):
-        attend(query.double(), key, key, rows, Scores(1.0))
-    with pytest.raises(ParameterError, match=r"key: expected torch.float32, as query"):
-        attend(query, key.bfloat16(), key, rows, Scores(1.0))
-    with pytest.raises(ParameterError, match=r"key: expected shape \[any, any, 8\]"):
-        attend(query, key[..., :7], key, rows, Scores(1.0))
-    with pytest.raises(ParameterError, match=r"value: expected shape \[2, 5, any\]"):
-        attend(query, key, key[:, :4], rows, Scores(1.0))
-    for scale in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ParameterError, match="scale: expected a number above 0"):
-            attend(query, key, key, rows, Scores(scale))
-    with pytest.raises(ParameterError, match="query: expected a multiple of the 2 key heads"):
-        attend(query[:3], key, key, rows, Scores(1.0))
-    with pytest.raises(ParameterError, match="query: expected a contiguous last axis"):
-        attend(torch.zeros(4, 8, 3).mT, key, key, rows, Scores(1.0))
-    with pytest.raises(ParameterError, match="last_keys: expected int64"):
-        attend(query, key, key, torch.arange(3).int(), Scores(1.0))
-    for wrong in ([0, 2, 1], [-1, 0, 1], [0, 1, 5]):
-        with pytest.raises(ParameterError, match="last_keys: expected ascending indices of 5 keys"):
-            attend(query, key, key, torch.tensor(wrong), Scores(1.0))
-    with pytest.raises(ParameterError, match="window: expected at least 1"):
-        attend(query, key, key, rows, Scores(1.0, window=0))
-    with pytest.raises(ParameterError, match=r"mass: expected shape \[2, 5\]"):
-        attend(query, key, key, rows, Scores(1.0), Mass(torch.zeros(2, 4)))
+QUERY, KEY = torch.zeros(4, 3, 8), torch.zeros(2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"query": QUERY.double()}, "query: expected torch.float32, torch.bfloat16"),
+        ({"key": KEY.bfloat16()}, "key: expected torch.float32, as query"),
+        ({"key": KEY[..., :7]}, r"key: expected shape \[any, any, 8\]"),
+        ({"value": KEY[:, :4]}, r"value: expected shape \[2, 5, any\]"),
+        *(
+            ({"scores": Scores(scale)}, "scale: expected a number above 0")
+            for scale in (0.0, -1.0, float("nan"), float("inf"))
+        ),
+        ({"query": QUERY[:3]}, "query: expected a multiple of the 2 key heads"),
+        ({"query": torch.zeros(4, 8, 3).mT}, "query: expected a contiguous last axis"),
+        ({"last_keys": torch.arange(3).int()}, "last_keys: expected int64"),
+        *(
+            ({"last_keys": torch.tensor(rows)}, "last_keys: expected ascending indices of 5 keys")
+            for rows in ([0, 2, 1], [-1, 0, 1], [0, 1, 5])
+        ),
+        ({"scores": Scores(1.0, window=0)}, "window: expected at least 1"),
+        ({"mass": Mass(torch.zeros(2, 4))}, r"mass: expected shape \[2, 5\]"),
+    ],
+)
+def test_mistakes_of_the_caller(given: dict[str, Any], told: str) -> None:
+    right = {"query": QUERY, "key": KEY, "value": KEY, "last_keys": torch.arange(3)}
+    with pytest.raises(ParameterError, match=told):
+        attend(**{**right, "scores": Scores(1.0), **given})
 
 
 def on_threads(num_threads: int) -> torch.Tensor:

@@ -104,27 +104,6 @@ def test_blocks_whose_scale_is_no_number_are_refused(scale: float, tmp_path: Pat
             plan(Metadata(path, gguf.GGUFReader(str(path))), is_small=is_small)
 
 
-def test_rows_of_k_blocks_are_laid_out_and_put_in_order(tmp_path: Path) -> None:
-    """Queries' rows in the order of Transformers, all types that have no Python to write them."""
-    from kvrag.native import GroupedWeight
-    from kvrag.weights import packing
-
-    order = np.random.default_rng(1).permutation(70)
-    for kind in ("Q4_K", "Q5_K", "Q6_K"):
-        rows = random_blocks(kind, 70, 2)
-        one = packing._Kept(kind, rows, order)
-        taken = take_apart(kind, rows)
-        has_least = taken.least is not None
-        factor = GroupedWeight.factor_of(greatest(kind, rows))
-        place = np.zeros(sum(GroupedWeight.sizes(taken.bits, one.shape, has_least)), np.uint8)
-        packing._pack(one, place, factor)
-        laid = GroupedWeight.of(torch.from_numpy(place), taken.bits, one.shape, has_least, factor)
-        found = laid.rows(torch.arange(70), torch.float32).numpy()
-        expected = taken.values()[order]
-        # Scales are rounded to 11 bits.
-        assert np.abs(found - expected).max() <= 2**-10 * np.abs(expected).max()
-
-
 def test_the_room_of_weights_is_taken_before_they_are_written(tmp_path: Path) -> None:
     """Or a full disk would end the process by a signal, which says nothing of disks."""
     _safetensors(tmp_path / "a", {"a": ("BF16", [1 << 20])})
