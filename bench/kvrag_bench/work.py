@@ -15,7 +15,8 @@ from kvrag.fusion.fuser import FusedPrompt
 from kvrag.models import attention
 from kvrag.models.kv_model import KVModel
 from kvrag.models.linears import PackedWeight
-from kvrag.native import FewRowsLinear, Int8Linear, Scores, attend
+from kvrag.native.attention import Scores, attend
+from kvrag.native.linear import FewRowsLinear, Int8Linear
 
 
 def operations_spent(work: Callable[[], object]) -> int:

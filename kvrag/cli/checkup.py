@@ -229,7 +229,7 @@ def _processor() -> Iterator[Finding]:
 def _kernels() -> Finding:
     """Say which of kvrag's compiled kernels run, or what it costs that none do."""
     try:
-        from kvrag.native import REFERENCE, instruction_set, instruction_sets
+        from kvrag.native.kernels import REFERENCE, instruction_set, instruction_sets
     except ImportError as error:
         remedy = "reinstall kvrag"
         return Finding("kernels", "problem", f"cannot be imported: {error}", remedy)

@@ -102,7 +102,7 @@ def convert(
     ],
 ) -> None:
     """Convert a GGUF model now rather than when it is first used."""
-    from kvrag.native import IS_COMPILED
+    from kvrag.native.kernels import IS_COMPILED
     from kvrag.weights.cache import convert as convert_source
     from kvrag.weights.sources import find_gguf
 

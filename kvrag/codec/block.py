@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvrag.codec.container import RecordReader
 from kvrag.codec.tables import ESCAPE, ZERO_SYMBOL, Symbols, to_values
 from kvrag.errors import RecordError
-from kvrag.native import RansModel, decode_rows, encode_rows
+from kvrag.native.entropy import RansModel, decode_rows, encode_rows
 from kvrag.positions.rotary import RotaryTable
 
 COUNT = struct.Struct("<I")

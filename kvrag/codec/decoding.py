@@ -19,8 +19,8 @@ from kvrag.codec.pca import Components
 from kvrag.codec.tables import NUM_CONTEXTS
 from kvrag.codec.transforms import KINDS
 from kvrag.errors import RecordError
-from kvrag.native import Points, Rotation, contexts, reconstruct, refine
 from kvrag.native.entropy import stream_offsets
+from kvrag.native.reconstruction import Points, Rotation, contexts, reconstruct, refine
 from kvrag.positions.rotary import RotaryTable
 
 

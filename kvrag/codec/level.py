@@ -18,7 +18,7 @@ from kvrag.codec.profile import Level, Profile
 from kvrag.codec.tables import MAX_MAGNITUDE, RADIX
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.native import RansModel
+from kvrag.native.entropy import RansModel
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import uses_graphs
 from kvrag.models.rows import RowPass
 from kvrag.models.writers import CACHE_ARGUMENT
-from kvrag.native import MAX_ROWS
+from kvrag.native.linear import MAX_ROWS
 
 
 class Decoder(Protocol):

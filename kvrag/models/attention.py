@@ -33,7 +33,7 @@ from kvrag.models.implementations import (
     eager_function,
     register_around,
 )
-from kvrag.native import ATTENTION_TYPES, Mass, Scores, attend
+from kvrag.native.attention import ATTENTION_TYPES, Mass, Scores, attend
 from kvrag.positions.rotary import RotaryTable
 from kvrag.process import TurnLock, after_fork
 

@@ -19,7 +19,7 @@ from kvrag.models.attention import RowMask, attend_rows
 from kvrag.models.families import Chunked
 from kvrag.models.implementations import AttentionCall, OwnMask
 from kvrag.models.writers import write_rows
-from kvrag.native import ATTENTION_TYPES, Buffers, attend_each
+from kvrag.native.attention import ATTENTION_TYPES, Buffers, attend_each
 
 # A captured step attends to whole blocks of keys, of which the last are masked.
 KEY_BLOCK = 1024

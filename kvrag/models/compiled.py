@@ -29,8 +29,10 @@ from kvrag.models.elements import (
 from kvrag.models.linears import most_rows, quantised_layer
 from kvrag.models.quantised import is_plain
 from kvrag.models.small import SmallLinear
-from kvrag.native import IS_COMPILED, Mass, RowLayers, Scores
+from kvrag.native.attention import Mass, Scores
 from kvrag.native.gpu.rows import Norm
+from kvrag.native.kernels import IS_COMPILED
+from kvrag.native.linear import RowLayers
 from kvrag.positions.rotary import RotaryTable
 
 _LAYER = "DecoderLayer"

@@ -14,7 +14,7 @@ from kvrag.models.decoders import Model
 from kvrag.models.linears import fast_modules
 from kvrag.models.quantised import is_quantised
 from kvrag.models.small import small_layers
-from kvrag.native import IS_COMPILED
+from kvrag.native.kernels import IS_COMPILED
 
 # A precision that rounds more is chosen only if it takes at most this share of the time. So noise
 # does not decide, and the choice is the same at each start.

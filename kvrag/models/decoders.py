@@ -22,7 +22,7 @@ from kvrag.models.implementations import own_attention
 from kvrag.models.remembered import Config, Remembered
 from kvrag.models.small import SmallEmbedding, SmallLinear
 from kvrag.models.writers import CapturedKV
-from kvrag.native import gated, rms_norm
+from kvrag.native.reconstruction import gated, rms_norm
 from kvrag.regularfile import read_regular
 
 if TYPE_CHECKING:

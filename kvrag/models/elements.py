@@ -15,7 +15,8 @@ import torch
 from torch import is_grad_enabled, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from kvrag.native import ATTENTION_TYPES, gated, rms_norm
+from kvrag.native.attention import ATTENTION_TYPES
+from kvrag.native.reconstruction import gated, rms_norm
 
 _T = TypeVar("_T")
 _Forward = Callable[..., torch.Tensor]

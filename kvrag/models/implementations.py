@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kvrag.native import Scores
+from kvrag.native.attention import Scores
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 

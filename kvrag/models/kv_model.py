@@ -64,7 +64,7 @@ from kvrag.models.rows import RowRunner, rows_at_once
 from kvrag.models.schemes import Positions, find_positions
 from kvrag.models.tokens import Tokenizer, check_tokenizer, tokenizer_fingerprint
 from kvrag.models.writers import CACHE_ARGUMENT, Captured, CapturedKV
-from kvrag.native import IS_COMPILED
+from kvrag.native.kernels import IS_COMPILED
 from kvrag.positions.rotary import RotaryTable
 from kvrag.process import after_fork, working
 

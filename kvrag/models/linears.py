@@ -23,15 +23,9 @@ from kvrag.arguments import INT8, QUANTISED
 from kvrag.errors import ParameterError
 from kvrag.models.elements import element_forwards, is_patched
 from kvrag.models.quantised import is_plain
-from kvrag.native import (
-    ATTENTION_TYPES,
-    MAX_ROWS,
-    FewRowsLinear,
-    GroupedLinear,
-    GroupedWeight,
-    Int8Linear,
-    instruction_set,
-)
+from kvrag.native.attention import ATTENTION_TYPES
+from kvrag.native.kernels import instruction_set
+from kvrag.native.linear import MAX_ROWS, FewRowsLinear, GroupedLinear, GroupedWeight, Int8Linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,7 +21,7 @@ from kvrag.models.references import EMBEDDED_FOLDER, resolve_model
 from kvrag.models.remembered import Remembered, remembered
 from kvrag.models.small import small_layers
 from kvrag.models.tokens import Tokenizer, check_tokenizer, encode, num_equal
-from kvrag.native import IS_COMPILED, instruction_set
+from kvrag.native.kernels import IS_COMPILED, instruction_set
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

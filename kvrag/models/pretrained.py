@@ -39,7 +39,7 @@ from kvrag.models.quantised import check_quantised
 from kvrag.models.references import EMBEDDED_FOLDER, resolve_model, usable_device
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
 from kvrag.models.weightfiles import TEXT_KEYS, check_sizes
-from kvrag.native import IS_COMPILED
+from kvrag.native.kernels import IS_COMPILED
 from kvrag.regularfile import require_regular_files
 from kvrag.weights.cache import VERSION, check_hub, like
 from kvrag.weights.packing import METHOD

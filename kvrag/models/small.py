@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from kvrag.errors import ModelLoadError
-from kvrag.native import ATTENTION_TYPES, GroupedLinear, GroupedWeight
+from kvrag.native.attention import ATTENTION_TYPES
+from kvrag.native.linear import GroupedLinear, GroupedWeight
 
 
 class _Small:

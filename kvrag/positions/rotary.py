@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.native import rotate
+from kvrag.native.reconstruction import rotate
 
 
 @dataclass(frozen=True)

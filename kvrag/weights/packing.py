@@ -205,7 +205,7 @@ class Plan:
         import torch
         import xxhash
 
-        from kvrag.native import GroupedWeight
+        from kvrag.native.linear import GroupedWeight
 
         described: dict[str, dict[str, Any]] = {}
         entries: dict[str, tuple[str, list[int]]] = {
@@ -371,7 +371,7 @@ def _pack(one: _Kept, place: Any, factor: float) -> str:
     import torch
     import xxhash
 
-    from kvrag.native import INT8_PANEL, GroupedWeight
+    from kvrag.native.linear import INT8_PANEL, GroupedWeight
 
     digest = xxhash.xxh3_128()
     num_panels = -(-len(one.order) // INT8_PANEL)

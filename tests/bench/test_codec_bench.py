@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.native import instruction_set, instruction_sets
+from kvrag.native.kernels import instruction_set, instruction_sets
 from kvrag_bench.codec import contenders
 from kvrag_bench.codec.baselines import (
     CACHEGEN_PUBLIC,

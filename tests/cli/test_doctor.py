@@ -12,7 +12,7 @@ from kvrag.cli.checkup import Finding
 from kvrag.codec.names import PLAIN
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.models.kv_model import KVModel
-from kvrag.native import REFERENCE, instruction_set, instruction_sets, use_instruction_set
+from kvrag.native.kernels import REFERENCE, instruction_set, instruction_sets, use_instruction_set
 from kvrag.store.registry import REMOTE
 from tests.cli.conftest import Run
 from tests.support.distributions import installed
@@ -72,7 +72,12 @@ def test_what_is_stored_is_named_whatever_the_processor_computes_in(
     ("changed", "name", "status", "remedy"),
     [
         (("torch.get_num_threads", lambda: 1000), "threads", "warning", "set OMP_NUM_THREADS="),
-        (("kvrag.native.instruction_set", lambda: REFERENCE), "kernels", "warning", "C++ compiler"),
+        (
+            ("kvrag.native.kernels.instruction_set", lambda: REFERENCE),
+            "kernels",
+            "warning",
+            "C++ compiler",
+        ),
         (
             ("kvrag.cli.checkup.metadata.requires", lambda _: ["numpy<100,>=99.0"]),
             "numpy",

@@ -16,7 +16,7 @@ from kvrag.fusion.repair import make_repair
 from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowRunner
-from kvrag.native import REFERENCE, instruction_set
+from kvrag.native.kernels import REFERENCE, instruction_set
 from kvrag_testing.bench_top import Bench
 from tests.support.models import make_model, make_tokenizer
 

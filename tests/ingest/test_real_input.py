@@ -15,7 +15,7 @@ from kvrag.ingest.index import Index
 from kvrag.ingest.loaders import load_bytes
 from kvrag.models.kv_model import KVModel
 from kvrag.models.loading import has_bfloat16
-from kvrag.native import instruction_set, use_instruction_set
+from kvrag.native.kernels import instruction_set, use_instruction_set
 from tests.ingest.conftest import MakeIndex
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import trials

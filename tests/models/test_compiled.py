@@ -21,7 +21,8 @@ from kvrag.models.compiled import CompiledLayers
 from kvrag.models.kv_model import KVModel
 from kvrag.models.linears import multiplies_squares
 from kvrag.models.rows import Attending, RowPass
-from kvrag.native import MAX_ROWS, REFERENCE, instruction_set
+from kvrag.native.kernels import REFERENCE, instruction_set
+from kvrag.native.linear import MAX_ROWS
 from tests.support.instructions import torch_threads
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import few

@@ -28,7 +28,7 @@ from kvrag.models.attention import attend_densely
 from kvrag.models.families import SEES, TESTED
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass, RowRunner
-from kvrag.native import Scores
+from kvrag.native.attention import Scores
 from kvrag_testing.bench_top import TEXTS, Bench, bench_of, relative_difference
 from tests.support.models import (
     ENDS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrag.models.attention import attend_densely
-from kvrag.native import Scores
+from kvrag.native.attention import Scores
 
 
 @pytest.mark.parametrize("at_once", [(1, 32), (2, 7), (2, 100)])  # as the CPU does, and a card

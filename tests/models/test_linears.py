@@ -10,7 +10,7 @@ from torch import nn
 
 from kvrag.models import linears as module
 from kvrag.models.linears import can_pack, fast_modules
-from kvrag.native import FewRowsLinear
+from kvrag.native.linear import FewRowsLinear
 
 pytestmark = pytest.mark.usefixtures("isa")
 

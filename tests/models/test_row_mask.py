@@ -15,7 +15,7 @@ from kvrag.models.attention import (
     RowMask,
 )
 from kvrag.models.implementations import _functions
-from kvrag.native import Scores
+from kvrag.native.attention import Scores
 
 MODULE: Any = GptOssAttention.__new__(GptOssAttention)
 SPREAD = torch.arange(0, 1280, 10)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvrag.native import Points, Rotation
+from kvrag.native.reconstruction import Points, Rotation
 
 
 def points_of(points: Points[torch.Tensor]) -> torch.Tensor:

@@ -11,15 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
-from kvrag.native import (
-    Buffers,
-    Mass,
-    Scores,
-    attend,
-    attend_each,
-    instruction_sets,
-    use_instruction_set,
-)
+from kvrag.native.attention import Buffers, Mass, Scores, attend, attend_each
+from kvrag.native.kernels import instruction_sets, use_instruction_set
 from tests.support.instructions import kept_instruction_set, torch_threads
 from tests.support.properties import examples
 

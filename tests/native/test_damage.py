@@ -7,22 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag import native
 from kvrag.errors import RecordError
+from kvrag.native.entropy import DecodeJob, RansModel, decode_many, decode_rows, encode_rows
+from kvrag.native.kernels import instruction_sets, use_instruction_set
 from tests.native.cases import make_case
 from tests.native.reference_rans import join, split
 from tests.support.instructions import kept_instruction_set
 from tests.support.properties import examples
 
 CASE = make_case(11, 12, 75)
-MODEL = native.RansModel(CASE.frequencies)
-PAYLOAD = native.encode_rows(MODEL, CASE.symbols, CASE.classes, 3)
+MODEL = RansModel(CASE.frequencies)
+PAYLOAD = encode_rows(MODEL, CASE.symbols, CASE.classes, 3)
 
 
 def decode(payload: bytes) -> np.ndarray:
     """Decode at the very end of a buffer, so that a read past it would be one past the memory."""
     out = np.zeros_like(CASE.symbols)
-    native.decode_rows(MODEL, payload, CASE.classes, out)
+    decode_rows(MODEL, payload, CASE.classes, out)
     return out
 
 
@@ -69,20 +70,20 @@ def test_states_below_the_bound(isa: str) -> None:
 
 def test_other_rows_or_tables(isa: str) -> None:
     with pytest.raises(RecordError):
-        native.decode_rows(MODEL, PAYLOAD, CASE.classes, np.zeros((12, 76), np.uint8))
-    other = native.RansModel(make_case(12, 1, 1).frequencies)
+        decode_rows(MODEL, PAYLOAD, CASE.classes, np.zeros((12, 76), np.uint8))
+    other = RansModel(make_case(12, 1, 1).frequencies)
     with pytest.raises(RecordError):
-        native.decode_rows(other, PAYLOAD, CASE.classes, np.zeros_like(CASE.symbols))
+        decode_rows(other, PAYLOAD, CASE.classes, np.zeros_like(CASE.symbols))
 
 
 def test_one_damaged_payload_among_others(isa: str) -> None:
     outs = [np.zeros_like(CASE.symbols) for _ in range(3)]
     jobs = [
-        native.DecodeJob(MODEL, payload, CASE.classes, out)
+        DecodeJob(MODEL, payload, CASE.classes, out)
         for payload, out in zip((PAYLOAD, PAYLOAD[:-2], PAYLOAD), outs, strict=True)
     ]
     with pytest.raises(RecordError, match="payload 1: "):
-        native.decode_many(jobs, threads=2)
+        decode_many(jobs, threads=2)
     assert (outs[0] == CASE.symbols).all()
     assert (outs[2] == CASE.symbols).all()
 
@@ -95,8 +96,8 @@ def test_flipped_bits(position: int, bit: int) -> None:
     damaged[position] ^= 1 << bit
     outcomes = set()
     with kept_instruction_set():
-        for name in native.instruction_sets():
-            native.use_instruction_set(name)
+        for name in instruction_sets():
+            use_instruction_set(name)
             try:
                 outcomes.add(decode(bytes(damaged)).tobytes())
             except RecordError as error:
@@ -113,7 +114,7 @@ def test_arbitrary_bytes(data: bytes, streams: int) -> None:
         sizes[-1] = len(data) - sum(sizes[:-1])
     payload = struct.pack(f"<{streams + 1}I", streams, *sizes) + data
     with kept_instruction_set():
-        for name in native.instruction_sets():
-            native.use_instruction_set(name)
+        for name in instruction_sets():
+            use_instruction_set(name)
             with pytest.raises(RecordError):
                 decode(payload)

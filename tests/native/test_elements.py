@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from kvrag.errors import ParameterError
-from kvrag.native import gated, rms_norm, rotate
+from kvrag.native.reconstruction import gated, rms_norm, rotate
 from tests.support.properties import in_turn
 
 DTYPES = [torch.float32, torch.bfloat16]

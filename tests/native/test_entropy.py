@@ -13,8 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag import native
 from kvrag.errors import ParameterError
+from kvrag.native.entropy import (
+    DecodeJob,
+    RansModel,
+    decode_many,
+    decode_rows,
+    encode_rows,
+    ideal_bits,
+)
+from kvrag.native.kernels import instruction_sets, use_instruction_set
 from tests.native import reference_rans
 from tests.native.cases import Case, make_case
 from tests.support.instructions import kept_instruction_set
@@ -25,12 +33,12 @@ GOLDEN = sorted((Path(__file__).parent / "golden").glob("rans-*.npz"))
 
 def round_trip(case: Case, num_streams: int = 1, threads: int = 1) -> bytes:
     """Return the payload, decoded and compared."""
-    model = native.RansModel(case.frequencies)
-    payload = native.encode_rows(
+    model = RansModel(case.frequencies)
+    payload = encode_rows(
         model, case.symbols, case.classes, num_streams, context=case.context, threads=threads
     )
     found = np.full_like(case.symbols, 99)
-    native.decode_rows(model, payload, case.classes, found, context=case.context, threads=threads)
+    decode_rows(model, payload, case.classes, found, context=case.context, threads=threads)
     assert (found == case.symbols).all()
     return payload
 
@@ -75,8 +83,8 @@ def test_round_trips(
     case = make_case(seed, num_rows, num_tokens, num_symbols=num_symbols, with_context=with_context)
     payloads = set()
     with kept_instruction_set():
-        for name in native.instruction_sets():
-            native.use_instruction_set(name)
+        for name in instruction_sets():
+            use_instruction_set(name)
             payloads.add(round_trip(case, min(num_streams, max(num_rows, 1))))
     assert len(payloads) == 1
 
@@ -134,46 +142,46 @@ def test_several_payloads_at_once(isa: str) -> None:
     cases = [make_case(seed, 5 * seed, 200, with_context=seed % 2 == 0) for seed in range(1, 7)]
     jobs = []
     for case in cases:
-        model = native.RansModel(case.frequencies)
-        payload = native.encode_rows(model, case.symbols, case.classes, 2, context=case.context)
+        model = RansModel(case.frequencies)
+        payload = encode_rows(model, case.symbols, case.classes, 2, context=case.context)
         out = torch.zeros(case.symbols.shape, dtype=torch.uint8)
-        jobs.append(native.DecodeJob(model, memoryview(payload), case.classes, out, case.context))
-    native.decode_many(jobs, threads=2)
+        jobs.append(DecodeJob(model, memoryview(payload), case.classes, out, case.context))
+    decode_many(jobs, threads=2)
     for case, job in zip(cases, jobs, strict=True):
         assert (np.asarray(job.out) == case.symbols).all()
-    native.decode_many([])
+    decode_many([])
 
 
 def test_rows_may_lie_apart(isa: str) -> None:
     """Strided rows, and a payload at an odd address, with guards that must stay."""
     case = make_case(6, 13, 77)
-    model = native.RansModel(case.frequencies)
+    model = RansModel(case.frequencies)
     wide = np.zeros((13, 200), np.uint8)
     wide[:, 50:127] = case.symbols
-    payload = b"\xff" + native.encode_rows(model, wide[:, 50:127], case.classes)
-    assert payload[1:] == native.encode_rows(model, case.symbols, case.classes)
+    payload = b"\xff" + encode_rows(model, wide[:, 50:127], case.classes)
+    assert payload[1:] == encode_rows(model, case.symbols, case.classes)
     out = np.full((26, 200), 7, np.uint8)
-    native.decode_rows(model, memoryview(payload)[1:], case.classes, out[::2, 50:127])
+    decode_rows(model, memoryview(payload)[1:], case.classes, out[::2, 50:127])
     assert (out[::2, 50:127] == case.symbols).all()
     assert (out[1::2] == 7).all()
     assert (out[:, :50] == 7).all()
     assert (out[:, 127:] == 7).all()
     upside_down = np.zeros_like(case.symbols)
-    native.decode_rows(model, payload[1:], case.classes, upside_down[::-1])
+    decode_rows(model, payload[1:], case.classes, upside_down[::-1])
     assert (upside_down[::-1] == case.symbols).all()
 
 
 def test_code_length() -> None:
     case = make_case(7, 400, 300, with_context=True)
-    model = native.RansModel(case.frequencies)
+    model = RansModel(case.frequencies)
     table_of = case.classes[:, None] + case.context
     expected = (12 - np.log2(case.frequencies[table_of, case.symbols])).sum()
-    bits = native.ideal_bits(model, case.symbols, case.classes, context=case.context)
+    bits = ideal_bits(model, case.symbols, case.classes, context=case.context)
     assert bits == pytest.approx(expected)
-    payload = native.encode_rows(model, case.symbols, case.classes, context=case.context)
+    payload = encode_rows(model, case.symbols, case.classes, context=case.context)
     assert 0 <= len(payload) * 8 - bits - 8 * 136 + 32 * 16 < 0.01 * bits + 32 * 16
     never = np.flatnonzero(case.frequencies[0] == 0)[:1].astype(np.uint8)[None]
-    assert native.ideal_bits(model, never, np.zeros(1, np.uint16)) == math.inf
+    assert ideal_bits(model, never, np.zeros(1, np.uint16)) == math.inf
 
 
 def test_symbols_that_cannot_be_coded_are_named(isa: str) -> None:
@@ -182,45 +190,45 @@ def test_symbols_that_cannot_be_coded_are_named(isa: str) -> None:
     symbols = np.full((6, 70), 3, np.uint8)
     symbols[4, 66] = 200
     with pytest.raises(ParameterError, match=r"row 4, token 66: .* class 1, found 200"):
-        native.encode_rows(native.RansModel(frequencies), symbols, np.ones(6, np.uint16), 3)
+        encode_rows(RansModel(frequencies), symbols, np.ones(6, np.uint16), 3)
     symbols[2, 1] = 5
     with pytest.raises(ParameterError, match=r"row 2, token 1: .* class 0, found 5"):
-        native.encode_rows(native.RansModel(frequencies), symbols, np.zeros(6, np.uint16))
+        encode_rows(RansModel(frequencies), symbols, np.zeros(6, np.uint16))
 
 
 def test_mistakes_of_the_caller() -> None:
     case = make_case(8, 4, 40)
-    model = native.RansModel(case.frequencies)
+    model = RansModel(case.frequencies)
     with pytest.raises(ParameterError, match="class 1: expected a sum of 4096, found 4095"):
-        native.RansModel(np.array([[4096, 0], [4000, 95]], np.uint16))
+        RansModel(np.array([[4096, 0], [4000, 95]], np.uint16))
     with pytest.raises(ParameterError, match="uint16"):
-        native.RansModel(case.frequencies.astype(np.int32))
+        RansModel(case.frequencies.astype(np.int32))
     with pytest.raises(ParameterError, match="1 to 256 symbols"):
-        native.RansModel(np.full((1, 257), 16, np.uint16))
+        RansModel(np.full((1, 257), 16, np.uint16))
     with pytest.raises(ParameterError, match="row 2: expected 0 to 4, contexts added, found 5"):
-        native.encode_rows(model, case.symbols, np.array([0, 1, 5, 4], np.uint16))
+        encode_rows(model, case.symbols, np.array([0, 1, 5, 4], np.uint16))
     context = np.full_like(case.symbols, 5)
     with pytest.raises(ParameterError, match="row 0"):
-        native.encode_rows(model, case.symbols, case.classes * 0, context=context)
+        encode_rows(model, case.symbols, case.classes * 0, context=context)
     with pytest.raises(ParameterError, match=r"classes: expected shape \[4\], found \[3\]"):
-        native.encode_rows(model, case.symbols, case.classes[:3])
+        encode_rows(model, case.symbols, case.classes[:3])
     with pytest.raises(ParameterError, match="num_streams: expected 1 to 4"):
-        native.encode_rows(model, case.symbols, case.classes, 5)
+        encode_rows(model, case.symbols, case.classes, 5)
     with pytest.raises(ParameterError, match="threads"):
-        native.encode_rows(model, case.symbols, case.classes, threads=0)
+        encode_rows(model, case.symbols, case.classes, threads=0)
     with pytest.raises(ParameterError, match="contiguous last axis"):
-        native.encode_rows(model, case.symbols[:, ::2], case.classes)
-    payload = native.encode_rows(model, case.symbols, case.classes)
+        encode_rows(model, case.symbols[:, ::2], case.classes)
+    payload = encode_rows(model, case.symbols, case.classes)
     read_only = np.zeros_like(case.symbols)
     read_only.flags.writeable = False
     with pytest.raises(ParameterError, match="writable"):
-        native.decode_rows(model, payload, case.classes, read_only)
+        decode_rows(model, payload, case.classes, read_only)
     with pytest.raises(ParameterError, match="out: expected uint8"):
-        native.decode_rows(model, payload, case.classes, case.symbols.astype(np.int16))
+        decode_rows(model, payload, case.classes, case.symbols.astype(np.int16))
     with pytest.raises(ParameterError, match="numpy array or a torch tensor"):
-        native.decode_rows(model, payload, case.classes, [[1]])  # type: ignore[arg-type]
+        decode_rows(model, payload, case.classes, [[1]])  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="contiguous buffer"):
-        native.decode_rows(model, 5, case.classes, case.symbols)
+        decode_rows(model, 5, case.classes, case.symbols)
 
 
 @pytest.mark.slow
@@ -231,20 +239,20 @@ import os, sys, torch
 for name in sys.argv[1:]:
     if not os.fork():
         os.environ["KVRAG_ISA"] = name
-        import kvrag.native
-        print(kvrag.native.instruction_set(), flush=True)
+        import kvrag.native.kernels
+        print(kvrag.native.kernels.instruction_set(), flush=True)
         os._exit(0)
     os.wait()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, *native.instruction_sets()],
+        [sys.executable, "-c", code, *instruction_sets()],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert tuple(done.stdout.split()) == native.instruction_sets()
+    assert tuple(done.stdout.split()) == instruction_sets()
     done = subprocess.run(
-        [sys.executable, "-c", "import kvrag.native"],
+        [sys.executable, "-c", "import kvrag.native.kernels"],
         env={**os.environ, "KVRAG_ISA": "mmx"},
         capture_output=True,
         text=True,

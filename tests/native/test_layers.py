@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.native import (
-    IS_COMPILED,
-    Int8Linear,
-    Mass,
-    RowLayers,
-    Scores,
-)
+from kvrag.native.attention import Mass, Scores
+from kvrag.native.kernels import IS_COMPILED
+from kvrag.native.linear import Int8Linear, RowLayers
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled")
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.errors import ParameterError
-from kvrag.native import (
+from kvrag.native.kernels import instruction_sets, use_instruction_set
+from kvrag.native.linear import (
     GROUP,
     MAX_INT8_INPUTS,
     MAX_ROWS,
@@ -14,8 +15,6 @@ from kvrag.native import (
     GroupedLinear,
     GroupedWeight,
     Int8Linear,
-    instruction_sets,
-    use_instruction_set,
 )
 from tests.support.instructions import kept_instruction_set, torch_threads
 from tests.support.properties import examples

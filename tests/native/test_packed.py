@@ -8,9 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag import native
 from kvrag.errors import ParameterError
-from kvrag.native.packed import LEVELS, MOST_BITS, POWERS, SLACK, USUAL
+from kvrag.native.kernels import instruction_sets, use_instruction_set
+from kvrag.native.packed import (
+    LEVELS,
+    MOST_BITS,
+    POWERS,
+    SLACK,
+    USUAL,
+    PackedBands,
+    pack_rows,
+    place_packed,
+)
+from kvrag.native.reconstruction import Rotation
 from tests.native.reference_reconstruction import rotate
 from tests.native.test_reconstruction import RELATIVE, make_rotation
 from tests.support.instructions import kept_instruction_set, torch_threads
@@ -73,7 +83,7 @@ def test_placing_matches_torch(data: st.DataObject) -> None:
         )
         for _ in range(draw(st.sampled_from([1, 2])))
     ]
-    bands = [native.PackedBands(*kind) for kind in kinds]
+    bands = [PackedBands(*kind) for kind in kinds]
     used = sum(one.row_bytes for one in bands)
     num_tokens, before = draw(st.sampled_from([1, 3, 15, 16, 31, 32, 70])), draw(st.integers(0, 5))
     stride = used + draw(st.integers(0, 9))
@@ -90,16 +100,16 @@ def test_placing_matches_torch(data: st.DataObject) -> None:
     if draw(st.booleans()):
         width = draw(st.sampled_from([0, head_dim // 2 * 2, head_dim // 4 * 2]))
         rotation = make_rotation(torch.Generator().manual_seed(1), position + count, width)
-        part_of = native.Rotation(rotation.cos[position:], rotation.sin[position:])
+        part_of = Rotation(rotation.cos[position:], rotation.sin[position:])
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     with kept_instruction_set():
-        for name in native.instruction_sets():
-            native.use_instruction_set(name)
+        for name in instruction_sets():
+            use_instruction_set(name)
             buffers = [torch.full((count + 2, num_heads + 1, head_dim), 5.0, dtype=dtype)] * 2
             buffers = [buffer.clone() for buffer in buffers]
             outs = [buffer[1 : count + 1, :num_heads].transpose(0, 1) for buffer in buffers]
             into = list(zip(bands, outs, strict=False))
-            native.place_packed(
+            place_packed(
                 content, before, stride, tokens, *into, rotation=rotation, first_position=position
             )
             for part, kind, out, turned in zip(parts, kinds, outs, (part_of, None), strict=False):
@@ -140,14 +150,14 @@ def test_packing_takes_the_scale_and_the_numbers_that_lose_least(data: st.DataOb
         return range(max(first - 11, 0), first + 1)
 
     with kept_instruction_set():
-        for name in native.instruction_sets():
-            native.use_instruction_set(name)
+        for name in instruction_sets():
+            use_instruction_set(name)
             rows = np.zeros((20, 3 + int(widths.sum())), np.uint8)
             given = numbers[None], widths[None], weights[None]
-            (losses,) = native.pack_rows(*given, rows[:, 1:-1])
+            (losses,) = pack_rows(*given, rows[:, 1:-1])
             assert not rows[:, [0, -1]].any()
             twice = np.zeros((20, 2 * rows.shape[1]), np.uint8)
-            both = native.pack_rows(*(np.concatenate([one, one]) for one in given), twice[:, 1:-3])
+            both = pack_rows(*(np.concatenate([one, one]) for one in given), twice[:, 1:-3])
             assert (both == losses).all()
             assert (twice[:, 1:-3] == np.tile(rows[:, 1:-1], 2)).all()
             for row, packed, told in zip(numbers, rows[:, 1:-1], losses, strict=True):
@@ -168,7 +178,7 @@ def test_records_keep_their_bytes(isa: str) -> None:
     numbers *= np.exp(rng.standard_normal((400, 1)))
     weights = rng.uniform(0.5, 2, 8).astype(np.float32)
     rows = np.zeros((400, 26), np.uint8)
-    native.pack_rows(numbers.astype(np.float32)[None], widths[None], weights[None], rows)
+    pack_rows(numbers.astype(np.float32)[None], widths[None], weights[None], rows)
     assert hashlib.sha256(rows.tobytes()).hexdigest().startswith("7d3beec2e8444676")
 
 
@@ -176,20 +186,20 @@ def test_threads_change_nothing(isa: str) -> None:
     rng = np.random.default_rng(3)
     widths = np.full((1, 24), 4, np.uint8)
     basis = rng.integers(-127, 128, (1, 192, 192)).astype(np.int8)
-    bands = native.PackedBands(widths, basis, np.ones(1, np.float32), np.zeros(192, np.float32))
+    bands = PackedBands(widths, basis, np.ones(1, np.float32), np.zeros(192, np.float32))
     content = rng.integers(0, 256, 400 * 97 + SLACK, dtype=np.uint8)
     outs = [torch.empty(3, 400, 64, dtype=torch.bfloat16) for _ in range(2)]
     for threads, out in zip((1, 3), outs, strict=True):
         with torch_threads(threads):
-            native.place_packed(content, 0, 97, slice(0, 400), (bands, out))
+            place_packed(content, 0, 97, slice(0, 400), (bands, out))
     assert torch.equal(*outs)
 
 
 def test_mistakes_of_the_caller() -> None:
     one, basis = np.ones(1, np.float32), np.ones((1, 8, 8), np.int8)
-    bands = native.PackedBands(np.full((1, 1), 4, np.uint8), basis, one, np.zeros(8, np.float32))
+    bands = PackedBands(np.full((1, 1), 4, np.uint8), basis, one, np.zeros(8, np.float32))
     out, content, every = torch.empty(1, 3, 8), np.zeros(3 * 5 + SLACK, np.uint8), slice(0, 3)
-    native.place_packed(content, 0, 5, every, (bands, out))
+    place_packed(content, 0, 5, every, (bands, out))
     table = torch.zeros(3, 8)
     for wrong in (
         (content[1:], 0, 5, every, (bands, out)),
@@ -202,18 +212,16 @@ def test_mistakes_of_the_caller() -> None:
         (content, 0, 5, every, (bands, torch.empty(1, 8, 3).transpose(1, 2))),
         (content, 0, 5, every, (bands, out.double())),
         (content, 0, 5, every, (bands, out), (bands, out)),
-        (content, 0, 5, every, (bands, out), None, native.Rotation(table[1:], table[1:])),
-        (content, 0, 5, every, (bands, out), None, native.Rotation(table, table), 1),
-        (content, 0, 5, every, (bands, out), None, native.Rotation(table.double(), table.double())),
+        (content, 0, 5, every, (bands, out), None, Rotation(table[1:], table[1:])),
+        (content, 0, 5, every, (bands, out), None, Rotation(table, table), 1),
+        (content, 0, 5, every, (bands, out), None, Rotation(table.double(), table.double())),
     ):
         with pytest.raises(ParameterError):
-            native.place_packed(*wrong)
+            place_packed(*wrong)
     four, one = np.array([[4]], np.uint8), one[None]
     with pytest.raises(ParameterError):
-        native.PackedBands(np.full((1, 1), 7, np.uint8), basis, one[0], np.zeros(8, np.float32))
+        PackedBands(np.full((1, 1), 7, np.uint8), basis, one[0], np.zeros(8, np.float32))
     with pytest.raises(ParameterError):
-        native.pack_rows(np.zeros((1, 2, 8), np.float32), four, one, np.zeros((2, 4), np.uint8))
+        pack_rows(np.zeros((1, 2, 8), np.float32), four, one, np.zeros((2, 4), np.uint8))
     with pytest.raises(ParameterError):
-        native.pack_rows(
-            np.zeros((1, 2, 8), np.float32), four, np.ones(2), np.zeros((2, 5), np.uint8)
-        )
+        pack_rows(np.zeros((1, 2, 8), np.float32), four, np.ones(2), np.zeros((2, 5), np.uint8))

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag import native
 from kvrag.errors import ParameterError, RecordError
+from kvrag.native.kernels import instruction_sets, use_instruction_set
+from kvrag.native.reconstruction import Patches, Points, Rotation, contexts, reconstruct, refine
 from tests.native.reference_reconstruction import transformed
 from tests.support.instructions import kept_instruction_set, torch_threads
 from tests.support.properties import examples
@@ -27,20 +28,18 @@ def make_numbers(
     return (found + (128 if dtype == torch.uint8 else 0)).to(dtype)
 
 
-def make_patches(generator: torch.Generator, shape: tuple[int, int], count: int) -> native.Patches:
+def make_patches(generator: torch.Generator, shape: tuple[int, int], count: int) -> Patches:
     places = torch.randperm(shape[0] * shape[1], generator=generator)[:count].sort().values
     tokens, rows = places // shape[0], places % shape[0]
     values = torch.randn(len(places), generator=generator) * 300
-    return native.Patches(
-        rows.numpy().astype(np.uint32), tokens.numpy().astype(np.uint32), values.numpy()
-    )
+    return Patches(rows.numpy().astype(np.uint32), tokens.numpy().astype(np.uint32), values.numpy())
 
 
 def make_rotation(
     generator: torch.Generator, num_tokens: int, width: int
-) -> native.Rotation[torch.Tensor]:
+) -> Rotation[torch.Tensor]:
     angles = torch.rand(num_tokens, width, generator=generator) * 7
-    return native.Rotation(angles.cos(), angles.sin())
+    return Rotation(angles.cos(), angles.sin())
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, scale: float) -> None:
@@ -78,18 +77,18 @@ def test_transform_matches_torch(data: st.DataObject) -> None:
     patches = None
     if draw(st.booleans()):
         patches = make_patches(generator, (num_rows, num_tokens), 50)
-    points = native.Points(numbers, shrink, patches)
+    points = Points(numbers, shrink, patches)
     dtype = draw(st.sampled_from(list(RELATIVE)))
     if dtype == torch.float16:
         basis /= 100  # its range ends at 65504
     expected = transformed(points, basis, mean, **options)
     scale = 40.0 * float(numbers.double().abs().max() if numbers.numel() else 1) + 300
     with kept_instruction_set():
-        for name in native.instruction_sets():
-            native.use_instruction_set(name)
+        for name in instruction_sets():
+            use_instruction_set(name)
             buffer = torch.full((count + 2, num_heads + 1, head_dim), 5.0, dtype=dtype)
             out = buffer[1 : count + 1, :num_heads].transpose(0, 1)
-            native.reconstruct(points, basis, mean, out, **options)
+            reconstruct(points, basis, mean, out, **options)
             assert_close(out, expected, scale)
             out.fill_(5.0)
             assert (buffer == 5.0).all()
@@ -108,12 +107,12 @@ def test_rounding_is_torch_s(dtype: torch.dtype, isa: str) -> None:
     values[4, :4] = torch.tensor([65519.9, 65520.0, float("inf"), -float("inf")])
     values = torch.where(values.isnan(), torch.zeros(()), values)
     out = torch.empty(8, 1, 4096, dtype=dtype)
-    zero, basis = native.Points(torch.full((1, 1), 128, dtype=torch.uint8)), torch.zeros(8, 1, 4096)
-    native.reconstruct(zero, basis, values, out)
+    zero, basis = Points(torch.full((1, 1), 128, dtype=torch.uint8)), torch.zeros(8, 1, 4096)
+    reconstruct(zero, basis, values, out)
     # Zero is added to the mean, which takes the sign off a negative zero.
     expected = (values + 0.0).to(dtype).view(torch.int16)
     assert torch.equal(out[:, 0].view(torch.int16), expected)
-    native.reconstruct(zero, basis, torch.full((8, 4096), float("nan")), out)
+    reconstruct(zero, basis, torch.full((8, 4096), float("nan")), out)
     assert out.isnan().all()
 
 
@@ -124,7 +123,7 @@ def test_threads_change_nothing(isa: str) -> None:
     outs = [torch.empty(4, 400, 64) for _ in range(2)]
     for threads, out in zip((1, 3), outs, strict=True):
         with torch_threads(threads):
-            native.reconstruct(native.Points(numbers), basis, None, out)
+            reconstruct(Points(numbers), basis, None, out)
     assert torch.equal(*outs)
 
 
@@ -134,20 +133,18 @@ def test_parts_of_a_chunk_are_the_whole(isa: str) -> None:
     basis = torch.randn(2, 50, 64, generator=generator)
     cos, sin = make_rotation(generator, 90, 64)
     whole, parts = torch.empty(2, 90, 64), torch.empty(2, 90, 64)
-    native.reconstruct(
-        native.Points(numbers), basis, None, whole, rotation=native.Rotation(cos, sin)
-    )
+    reconstruct(Points(numbers), basis, None, whole, rotation=Rotation(cos, sin))
     for part in (slice(0, 13), slice(13, 71), slice(71, 90)):
         out = parts[:, part]
-        there = native.Rotation(cos[part], sin[part])
-        native.reconstruct(native.Points(numbers), basis, None, out, rotation=there, tokens=part)
+        there = Rotation(cos[part], sin[part])
+        reconstruct(Points(numbers), basis, None, out, rotation=there, tokens=part)
     assert torch.equal(whole, parts)
 
 
 def test_numpy_and_torch_are_alike() -> None:
     numbers = np.full((2, 5), 130, np.uint8)
     out = np.empty((1, 5, 8), np.float16)
-    native.reconstruct(native.Points(numbers), np.full((1, 2, 8), 0.25, np.float32), None, out)
+    reconstruct(Points(numbers), np.full((1, 2, 8), 0.25, np.float32), None, out)
     assert (out == 1).all()
 
 
@@ -155,15 +152,15 @@ def test_digits_and_contexts(isa: str) -> None:
     generator = torch.Generator().manual_seed(5)
     values = torch.randint(-3, 4, (7, 61), generator=generator).to(torch.int16)
     context = torch.empty(7, 61, dtype=torch.uint8)
-    native.contexts(values, context)
+    contexts(values, context)
     assert torch.equal(context.long(), values.long().abs().clamp(max=2))
     symbols = torch.randint(127, 130, (7, 61), generator=generator).to(torch.uint8)
     digits = (symbols.long() - 128) * torch.where(values < 0, -1, 1)
     expected = 3 * values.long() + digits
-    native.refine(values, symbols)
+    refine(values, symbols)
     assert torch.equal(values.long(), expected)
     extreme = np.array([[32767, -32767, 10923, -10923]], np.int16)
-    native.refine(extreme, np.array([[255, 255, 255, 128]], np.uint8))
+    refine(extreme, np.array([[255, 255, 255, 128]], np.uint8))
     assert extreme.tolist() == [[32767, -32767, 32767, -32767]]
 
 
@@ -171,30 +168,30 @@ def test_mistakes_of_the_caller() -> None:
     numbers = torch.zeros(8, 5, dtype=torch.uint8)
     basis, out = torch.zeros(2, 8, 4), torch.zeros(2, 5, 4)
     shrink = torch.zeros(8)
-    points = native.Points(numbers, shrink)
+    points = Points(numbers, shrink)
     with pytest.raises(ParameterError, match=r"basis: expected shape \[2, 8, 4\]"):
-        native.reconstruct(points, basis[:, 1:], None, out)
+        reconstruct(points, basis[:, 1:], None, out)
     with pytest.raises(ParameterError, match="basis: expected contiguous"):
-        native.reconstruct(points, torch.zeros(2, 4, 8).transpose(1, 2), None, out)
+        reconstruct(points, torch.zeros(2, 4, 8).transpose(1, 2), None, out)
     with pytest.raises(ParameterError, match="numbers: expected int16, found int64"):
-        native.reconstruct(native.Points(numbers.long(), shrink), basis, None, out)
+        reconstruct(Points(numbers.long(), shrink), basis, None, out)
     with pytest.raises(ParameterError, match="out: expected torch"):
-        native.reconstruct(points, basis, None, out.double())
+        reconstruct(points, basis, None, out.double())
     with pytest.raises(ParameterError, match="out: expected a contiguous last axis"):
-        native.reconstruct(points, torch.zeros(2, 8, 5), None, out.transpose(1, 2)[:, :5])
+        reconstruct(points, torch.zeros(2, 8, 5), None, out.transpose(1, 2)[:, :5])
     with pytest.raises(ParameterError, match="tokens: expected 5 consecutive tokens of 5"):
-        native.reconstruct(points, basis, None, out, tokens=slice(0, 4))
-    tables = native.Rotation(torch.zeros(5, 4), torch.zeros(5, 2))
+        reconstruct(points, basis, None, out, tokens=slice(0, 4))
+    tables = Rotation(torch.zeros(5, 4), torch.zeros(5, 2))
     with pytest.raises(ParameterError, match=r"sin: expected shape \[5, 4\]"):
-        native.reconstruct(points, basis, None, out, rotation=tables)
+        reconstruct(points, basis, None, out, rotation=tables)
     for width in (3, 6):
-        tables = native.Rotation(torch.zeros(5, width), torch.zeros(5, width))
+        tables = Rotation(torch.zeros(5, width), torch.zeros(5, width))
         with pytest.raises(ParameterError, match="cos: expected an even number"):
-            native.reconstruct(points, basis, None, out, rotation=tables)
+            reconstruct(points, basis, None, out, rotation=tables)
     with pytest.raises(ParameterError, match=r"shrink: expected shape \[8\]"):
-        native.reconstruct(native.Points(numbers, shrink[1:]), basis, None, out)
+        reconstruct(Points(numbers, shrink[1:]), basis, None, out)
     with pytest.raises(ParameterError, match="out: expected uint8"):
-        native.contexts(numbers.short(), numbers.short())
+        contexts(numbers.short(), numbers.short())
 
 
 @pytest.mark.parametrize(
@@ -202,9 +199,9 @@ def test_mistakes_of_the_caller() -> None:
     [([8], [0]), ([0], [5]), ([1, 1], [2, 2]), ([1, 0], [2, 2]), ([0, 0], [2, 1])],
 )
 def test_patches_come_from_records(rows: list[int], tokens: list[int]) -> None:
-    patches = native.Patches(
+    patches = Patches(
         np.array(rows, np.uint32), np.array(tokens, np.uint32), np.zeros(len(rows), np.float32)
     )
-    points = native.Points(np.full((8, 5), 128, np.uint8), patches=patches)
+    points = Points(np.full((8, 5), 128, np.uint8), patches=patches)
     with pytest.raises(RecordError, match="patches: expected places within 8 rows and 5 tokens"):
-        native.reconstruct(points, torch.zeros(1, 8, 8), None, torch.zeros(1, 5, 8))
+        reconstruct(points, torch.zeros(1, 8, 8), None, torch.zeros(1, 5, 8))

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 END_TO_END = """
 import sys
 import kvrag
-from kvrag.native import instruction_set
+from kvrag.native.kernels import instruction_set
 
 with kvrag.Index.create(sys.argv[1], model="kvrag-tiny", embedding="hashing",
                         codec="transform:1", chunk_tokens=64) as index:
@@ -95,6 +95,7 @@ def test_a_module_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
         f"spec = u.spec_from_file_location('kvrag._native', {str(broken)!r})\n"
         "sys.meta_path.insert(0, type('F', (), {'find_spec': staticmethod("
         "lambda name, *_: spec if name == 'kvrag._native' else None)}))\n"
-        "try:\n    import kvrag.native\nexcept ImportError as error:\n    print(error.path)\n"
+        "try:\n    import kvrag.native.kernels\n"
+        "except ImportError as error:\n    print(error.path)\n"
     )
     assert run(code, isa=None) == str(broken)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvrag.native import instruction_set, instruction_sets, use_instruction_set
+from kvrag.native.kernels import instruction_set, instruction_sets, use_instruction_set
 from tests.support.properties import IS_EXHAUSTIVE
 
 

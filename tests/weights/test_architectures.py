@@ -20,7 +20,7 @@ from kvrag.models.loading import model_fingerprint
 from kvrag.models.pretrained import load_weights
 from kvrag.models.references import resolve_model
 from kvrag.models.small import small_layers
-from kvrag.native import IS_COMPILED
+from kvrag.native.kernels import IS_COMPILED
 from kvrag.weights import architectures
 from kvrag.weights.architectures import ARCHITECTURES, Metadata, read_config
 from kvrag.weights.packing import plan

@@ -23,7 +23,7 @@ from kvrag.models.loading import model_fingerprint
 from kvrag.models.pretrained import load_weights
 from kvrag.models.references import resolve_model
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
-from kvrag.native import IS_COMPILED
+from kvrag.native.kernels import IS_COMPILED
 from kvrag.weights.architectures import Metadata
 from kvrag.weights.packing import KINDS, _safetensors, greatest, plan, take_apart
 from kvrag_bench.floor import FloorMeter

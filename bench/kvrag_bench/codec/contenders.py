@@ -10,13 +10,8 @@ import numpy as np
 
 from kvrag.codec.block import count_streams
 from kvrag.errors import ParameterError
-from kvrag.native import (
-    DecodeJob,
-    decode_many,
-    encode_rows,
-    instruction_set,
-    use_instruction_set,
-)
+from kvrag.native.entropy import DecodeJob, decode_many, encode_rows
+from kvrag.native.kernels import instruction_set, use_instruction_set
 from kvrag_bench.codec.numba_coder import NumbaCoder
 from kvrag_bench.codec.symbols import SymbolMatrix
 

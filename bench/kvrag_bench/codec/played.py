@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.errors import RecordError
-from kvrag.native import RansModel, contexts, decode_rows, refine
+from kvrag.native.entropy import RansModel, decode_rows
+from kvrag.native.reconstruction import contexts, refine
 
 _SLOTS = 4096
 _NUMBERS = {

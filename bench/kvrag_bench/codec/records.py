@@ -18,7 +18,7 @@ from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.tables import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols, to_symbols
 from kvrag.ingest.coding import read_all
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.native import ideal_bits
+from kvrag.native.entropy import ideal_bits
 from kvrag.store.memory import MemoryRecord
 from kvrag_bench.codec.cutting import cut_record
 from kvrag_bench.codec.sources import Source

@@ -8,7 +8,7 @@ from statistics import median
 
 from kvrag.codec.config import choose_codec
 from kvrag.codec.fitting import fit_profile
-from kvrag.native import instruction_sets
+from kvrag.native.kernels import instruction_sets
 from kvrag_bench.codec.contenders import (
     NATIVE,
     Contender,

@@ -18,7 +18,7 @@ from kvrag.codec.tables import (
     digit_contexts,
     fit_frequencies,
 )
-from kvrag.native import RansModel, ideal_bits
+from kvrag.native.entropy import RansModel, ideal_bits
 
 _SPREAD = 1.95  # of normal numbers that take about 3 bits each
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvrag.errors import ParameterError
 from kvrag.ingest.config import write_atomically
-from kvrag.native import instruction_set
+from kvrag.native.kernels import instruction_set
 from kvrag.regularfile import read_regular
 from kvrag.tune.calibrate import mean_interval
 
