@@ -124,7 +124,8 @@ class BatchRows(OwnMask):
                 "the cache, so rows of several prompts cannot be computed together"
             )
         if call.in_kernel and self.in_kernel and not isinstance(window, Chunked):
-            buffers = Buffers(*self.addresses[:, layer_index], self.capacities, self.places)
+            keys, values = self.addresses[:, layer_index]
+            buffers = Buffers(keys, values, self.capacities, self.places)
             scores = call.scores._replace(window=window)
             return attend_each(query[0], key[0], value[0], buffers, scores)[None]
         outputs = []

@@ -322,8 +322,8 @@ class CompiledLayers:
                 source, to = to, source
             rows.rotate(slots[source], slots[to], operation.table, self._head_dim)
             turned.append(slots[to])
-        given = *turned, slots["value"], slots["gathered"]
-        rows.attend(*given, self._head_dim, operation.scores)
+        (query, key), value, gathered = turned, slots["value"], slots["gathered"]
+        rows.attend(query, key, value, gathered, self._head_dim, operation.scores)
 
     def _linear(self, linear: nn.Linear, source: str, to: str, adds: bool) -> None:
         read, write = self._slots[source], self._slots["moved" if adds else to]

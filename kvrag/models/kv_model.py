@@ -306,9 +306,7 @@ class KVModel:
         self.family = find_family(decoder)
         self._base: Any = base_of(decoder)
         self._windows = sliding_windows(decoder)
-        self.rows = RowRunner(
-            decoder, self.family, self.name, self.spec, self._windows, self.compute
-        )
+        self.rows = RowRunner(decoder, self.family, self.spec, self._windows, self.compute)
         self._positions = find_positions(decoder, self.family, self.spec)
         self._captured = CapturedSteps(decoder, self._windows)
         self._compiled: CompiledLayers | None = None

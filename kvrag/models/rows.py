@@ -202,8 +202,6 @@ class RowRunner:
     ----------
     hf, family
         The model.
-    name
-        The model's name in errors.
     spec
         Shape and type of the KV.
     windows
@@ -221,14 +219,12 @@ class RowRunner:
         self,
         hf: Model,
         family: Family,
-        name: str,
         spec: KVSpec,
         windows: list[int | None],
         compute: str,
     ) -> None:
         self._hf = hf
         self._family = family
-        self._name = name
         self._spec = spec
         self._windows = windows
         self._compute = compute
