@@ -578,7 +578,7 @@ class RowGraphs:
         return graph is not None
 
     def _running(self, group: range, bucket: int, looks: bool, many: int) -> Callable[[], None]:
-        """Return what computes a group of layers over a bucket of each of some prompts."""
+        """Return what computes a group of layers over a bucket for each of some prompts."""
         description, num_rows = self._description, bucket * many
         slots = self._slots.of(num_rows)
         each = []
