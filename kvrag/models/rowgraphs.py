@@ -368,7 +368,7 @@ class RowGraphs:
         # By first layer, bucket, whether attention is noted, and the number of prompts.
         self._graphs: dict[tuple[int, int, bool, int], Graph[None]] = {}
         self._wanted: set[tuple[int, bool, int]] = set()
-        # What graphs read, which do not keep it alive: of each prompt, of all rows, their inputs.
+        # What graphs read, which do not keep it alive: for a prompt, for all rows, their inputs.
         self._each: dict[tuple[int, int], RowOperations] = {}
         self._over: dict[int, RowOperations] = {}
         self._hidden: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
