@@ -95,19 +95,17 @@ class Idle:
 
     def _run(self) -> None:
         while self.jobs and (num_asked := self._idle()) is not None:
-            with contextlib.suppress(InterruptedWorkError):
+            try:
                 for job in [*self.jobs]:
-                    self._do(job)
-                self._wait_for_another(num_asked)
-
-    def _do(self, job: IdleJob) -> None:
-        try:
-            job.work(self)
-        except InterruptedWorkError:
-            raise
-        except Exception as error:  # no answer depends on it, and nobody waits for it
-            logger.warning("%s: %s", job.if_it_fails, error)
-            self.jobs.remove(job)
+                    job.work(self)
+            except InterruptedWorkError:
+                continue
+            except Exception as error:  # no answer depends on it, and nobody waits for it
+                logger.warning("%s: %s", job.if_it_fails, error)
+                self.jobs.remove(job)
+                continue
+            with self._changed:  # only a request brings something new
+                self._changed.wait_for(lambda: self._is_stopped or self._num_asked != num_asked)
 
     def _idle(self) -> int | None:
         """Wait until nobody has asked for a while; return how many have, or None at the end."""
@@ -117,11 +115,6 @@ class Idle:
                 if not self._changed.wait_for(lambda: not self.is_wanted(), _IDLE_SECONDS):
                     return self._num_asked
             return None
-
-    def _wait_for_another(self, num_asked: int) -> None:
-        """Wait for the end of the next request: only a request brings something new."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self._num_asked != num_asked)
 
 
 # Each record takes as much room as the chunk's other one.

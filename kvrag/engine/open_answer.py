@@ -79,15 +79,13 @@ class OpenAnswer:
         allowed: Allowed | None,
         started: float,
     ) -> None:
-        fused = held.fused
+        self._fused = fused = held.fused
         self._model = model
-        self._fused = fused
+        self._request = request
         self._sources = laid_out.sources
         self._parts = prompt_parts(laid_out, fused) if request.explain else ()
-        self._eviction = request.eviction_policy
         self._started = started
         self._release: Release | None = held.release
-        self._timeout_seconds = request.timeout_seconds
         assert request.max_tokens is not None  # the engine's defaults set it
         self._limit = min(request.max_tokens, model.max_positions - fused.layout.end_position)
         self._ends = end_ids(model.decoder.generation_config, model.tokenizer)
@@ -106,7 +104,6 @@ class OpenAnswer:
         self._token_ids[: len(plain_ids)] = torch.tensor(plain_ids, device=device)
         self._num_plain = len(plain_ids)
         self._num_generated = 0
-        self._num_logprobs = request.logprobs
         self._logprobs: list[TokenLogprob] = []
         self._num_told = 0
         self._ttft_seconds = 0.0
@@ -119,7 +116,7 @@ class OpenAnswer:
     @cached_property
     def decoder(self) -> Decoder:
         """What computes the next logits; made after the first token, which does not need it."""
-        return make_decoder(self._model, self._fused, self._eviction)
+        return make_decoder(self._model, self._fused, self._request.eviction_policy)
 
     @property
     def coming(self) -> Future[bytes] | None:
@@ -140,8 +137,8 @@ class OpenAnswer:
         self.token = token
         if token in self._ends:
             return [self._finish("stop")]
-        if self._num_logprobs is not None:
-            logprob, top = log_probabilities(logits, token, self._num_logprobs)
+        if self._request.logprobs is not None:
+            logprob, top = log_probabilities(logits, token, self._request.logprobs)
             self._logprobs.append(TokenLogprob(token, logprob, self._text.start_of(token), top))
         deltas = []
         if piece := self._text.push(token):
@@ -165,7 +162,7 @@ class OpenAnswer:
 
     def end_if_late(self) -> AnswerDelta | None:
         """Finish the answer, and return its last piece, if its time is over."""
-        seconds = self._timeout_seconds
+        seconds = self._request.timeout_seconds
         if seconds is None or time.perf_counter() - self._started <= seconds:
             return None
         return self._finish("timeout")
@@ -201,12 +198,9 @@ class OpenAnswer:
         release, self._release = self._release, None
         if release is None:
             return
-        if error is None:
-            # The KV of the last token is not written: nothing follows it.
-            num_written = max(0, self._num_generated - 1)
-            written = self._token_ids[self._num_plain : self._num_plain + num_written]
-            release(written.tolist())
-        else:
-            release(None)
+        # The KV of the last token is not written: nothing follows it.
+        num_written = max(0, self._num_generated - 1)
+        written = self._token_ids[self._num_plain : self._num_plain + num_written]
+        release(written.tolist() if error is None else None)
         if self.on_close is not None:
             self.on_close(error or self._answer)

@@ -77,7 +77,7 @@ class Prices:
 
     def known(self, model: KVModel) -> RowPrices | None:
         """Return the prices if they were measured, by this process or an earlier one."""
-        if is_off() or model.ranks.size > 1:  # which must all decide alike
+        if not _serves(model):
             return None
         key = _key(model, self._fingerprint)
         with _lock:
@@ -87,7 +87,7 @@ class Prices:
 
     def measure_later(self, model: KVModel) -> None:
         """Measure in another thread, unless the prices are known or being measured."""
-        if self.known(model) is not None or is_off() or model.ranks.size > 1:
+        if not _serves(model) or self.known(model) is not None:
             return
         key = _key(model, self._fingerprint)
         with _lock:
@@ -110,6 +110,10 @@ class Prices:
 def is_off() -> bool:
     """Return whether the environment says that stored KV is taken whatever it costs."""
     return os.environ.get(SWITCH, "").lower() == "off"
+
+
+def _serves(model: KVModel) -> bool:
+    return not is_off() and model.ranks.size == 1  # several ranks must all decide alike
 
 
 def measure(model: KVModel) -> RowPrices:

@@ -55,33 +55,23 @@ def shared_index(
         if model is None and device is None:
             return index
         return shared_index(place_of(index), model=model, device=device)
-    if isinstance(index, str) and arguments.is_url(index):
-        return _of_url(index, model, device)
-    path = arguments.resolved_path(index, "index")
-    key = (str(path), model, device)
+    is_url = isinstance(index, str) and arguments.is_url(index)
+    place = index if is_url else arguments.resolved_path(index, "index")
+    key = (str(place), model, device)
     with _opening:
-        identity = _identity(path)
+        identity = None if is_url else _identity(Path(place))
         known = _opened.get(key)
-        if known is not None and known[0] == identity:
-            return known[1]
-        opened = Index.open(path, model=model, device=device)
-        _opened[key] = (identity, opened)
-        return opened
+        if known is None or known[0] != identity:
+            opened = Index.open(place, model=model, device=device)
+            if is_url:
+                opened.follow()
+            known = _opened[key] = (identity, opened)
+        return known[1]
 
 
 def place_of(index: Index | str | Path) -> str:
     """Return the folder or the URL by which another process can open an index."""
     return str(index.url or index.path if isinstance(index, Index) else index)
-
-
-def _of_url(url: str, model: str | None, device: str | None) -> Index:
-    key = (url, model, device)
-    with _opening:
-        if key not in _opened:
-            opened = Index.open(url, model=model, device=device)
-            opened.follow()
-            _opened[key] = (None, opened)
-        return _opened[key][1]
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

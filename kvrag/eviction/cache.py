@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,18 +195,18 @@ _NAME = "kvrag_evicting"
 _WEIGHTS_AT_ONCE = 1 << 21
 
 
+@dataclass(frozen=True)
 class Score:
     """How a model's layer weighs keys: scaling and soft-capping."""
 
-    def __init__(self, scaling: float, softcap: float | None) -> None:
-        self.scaling = scaling
-        self._softcap = softcap
+    scaling: float
+    softcap: float | None
 
     def cap(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores, soft-capped if the model caps them."""
-        if self._softcap is None:
+        if self.softcap is None:
             return scores
-        return torch.tanh(scores / self._softcap) * self._softcap
+        return torch.tanh(scores / self.softcap) * self.softcap
 
 
 class _Present(threading.local):
@@ -417,8 +417,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             held.held.logical_and_(held.is_recent(self._window - 1))
         self.kv = RaggedKV(keys, values, held)
         self.prompt_share = sum(self.kv.counts) / int(held.num_prompt.sum())
-        whole = 2 * keys.numel() * keys.element_size()
-        self._memory.note(self._layer_index, self.kv.size_bytes, besides=whole)
+        self._note(2 * keys.numel() * keys.element_size())
 
     @torch.no_grad()
     def step(
@@ -488,7 +487,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self.kv is not None
         before = self.kv.size_bytes
         if self.kv.append(keys, values):
-            self._memory.note(self._layer_index, self.kv.size_bytes, besides=before)
+            self._note(before)
 
     def evict(self, weights: torch.Tensor) -> None:
         """Forget what the policy evicts after a token with attention weights ``[A, G, k]``."""
@@ -499,11 +498,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if self._window is not None:
             passed = keys.held & ~keys.is_recent(self._window - 1)
             gone = passed if gone is None else gone | passed
-        if gone is None:
-            return
         before = self.kv.size_bytes
-        if self.kv.remove(gone):
-            self._memory.note(self._layer_index, self.kv.size_bytes, besides=before)
+        if gone is not None and self.kv.remove(gone):
+            self._note(before)
+
+    def _note(self, besides: int) -> None:
+        assert self.kv is not None
+        self._memory.note(self._layer_index, self.kv.size_bytes, besides)
 
     # -- the interface of Transformers ----------------------------------------------------------
 

@@ -12,19 +12,6 @@ from contextlib import aclosing
 from operator import itemgetter
 from typing import Any, Literal
 
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    ChatMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-)
-
-from kvrag.errors import ParameterError
-from kvrag.llms.tool_calls import ToolCall
-from kvrag.models.chat import merged
-
 try:
     from langchain_core.callbacks import (
         AsyncCallbackManagerForLLMRun,
@@ -33,7 +20,15 @@ try:
     )
     from langchain_core.language_models import BaseChatModel, BaseLLM
     from langchain_core.language_models.base import LangSmithParams, LanguageModelInput
-    from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+    from langchain_core.messages import (
+        AIMessage,
+        AIMessageChunk,
+        BaseMessage,
+        ChatMessage,
+        HumanMessage,
+        SystemMessage,
+        ToolMessage,
+    )
     from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
     from langchain_core.messages.tool import tool_call, tool_call_chunk
     from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
@@ -58,9 +53,10 @@ from pydantic import ConfigDict, model_validator
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.shared import place_of
-from kvrag.errors import KVRagError
+from kvrag.errors import KVRagError, ParameterError
 from kvrag.llms.settings import PER_CALL, EngineSettings
-from kvrag.llms.tool_calls import answer_details, short_name, token_usage
+from kvrag.llms.tool_calls import ToolCall, answer_details, short_name, token_usage
+from kvrag.models.chat import merged
 
 
 class _LangChainSettings(EngineSettings):
@@ -117,8 +113,43 @@ class _LangChainSettings(EngineSettings):
     def _details(self, answer: Answer, call: Mapping[str, Any]) -> dict[str, Any]:
         return answer_details(answer, str(call.get("model") or short_name(self.model_name)))
 
+    def _chunks(self, call: Mapping[str, Any]) -> Callable[[AnswerDelta], Any]:
+        """Return a function from each piece of one answer to LangChain's chunk."""
+        raise NotImplementedError
 
-class KVRagLLM(_LangChainSettings, BaseLLM):
+    def _stream(
+        self,
+        given: Any,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        call = self._call(stop, kwargs)
+        to_chunk = self._chunks(call)
+        for delta in self.deltas(_prompt(given), call):
+            chunk = to_chunk(delta)
+            if run_manager is not None and (text := _token_of(chunk)) is not None:
+                run_manager.on_llm_new_token(text, chunk=chunk)
+            yield chunk
+
+    async def _astream(
+        self,
+        given: Any,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        call = self._call(stop, kwargs)
+        to_chunk = self._chunks(call)
+        async with aclosing(self.adeltas(_prompt(given), call)) as deltas:
+            async for delta in deltas:
+                chunk = to_chunk(delta)
+                if run_manager is not None and (text := _token_of(chunk)) is not None:
+                    await run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
+
+
+class KVRagLLM(_LangChainSettings, BaseLLM):  # type: ignore[misc]  # names of parameters
     """A LangChain LLM that reuses the KV of every indexed chunk found in the prompt.
 
     The prompt string goes to the model unchanged, without a chat template; for models tuned on
@@ -211,46 +242,17 @@ class KVRagLLM(_LangChainSettings, BaseLLM):
             },
         )
 
-    def _stream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[GenerationChunk]:
-        call = self._call(stop, kwargs)
-        for delta in self.deltas(prompt, call):
-            chunk = self._chunk(delta, call)
-            if run_manager is not None and delta.text:
-                run_manager.on_llm_new_token(delta.text, chunk=chunk)
-            yield chunk
+    def _chunks(self, call: Mapping[str, Any]) -> Callable[[AnswerDelta], GenerationChunk]:
+        def chunk(delta: AnswerDelta) -> GenerationChunk:
+            if (answer := delta.answer) is None:
+                return GenerationChunk(text=delta.text)
+            info = {**self._details(answer, call), "token_usage": token_usage(answer)}
+            return GenerationChunk(text=delta.text, generation_info=info)
 
-    async def _astream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[GenerationChunk]:
-        call = self._call(stop, kwargs)
-        async with aclosing(self.adeltas(prompt, call)) as deltas:
-            async for delta in deltas:
-                chunk = self._chunk(delta, call)
-                if run_manager is not None and delta.text:
-                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
-
-    def _chunk(self, delta: AnswerDelta, call: Mapping[str, Any]) -> GenerationChunk:
-        chunk = GenerationChunk(text=delta.text)
-        if delta.answer is not None:
-            chunk.generation_info = {
-                **self._details(delta.answer, call),
-                "token_usage": token_usage(delta.answer),
-            }
         return chunk
 
 
-class ChatKVRag(_LangChainSettings, BaseChatModel):
+class ChatKVRag(_LangChainSettings, BaseChatModel):  # type: ignore[misc]  # the same
     """A LangChain chat model that reuses the KV of every indexed chunk found in the messages.
 
     Messages are rendered with the model's chat template; neighbouring messages of one role
@@ -395,37 +397,6 @@ class ChatKVRag(_LangChainSettings, BaseChatModel):
             llm_output={"token_usage": token_usage(answer), "model_name": details["model_name"]},
         )
 
-    def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:
-        call = self._call(stop, kwargs)
-        to_chunk = self._chunks(call)
-        for delta in self.deltas(to_turns(messages), call):
-            chunk = to_chunk(delta)
-            if run_manager is not None and (text := _token_of(chunk)) is not None:
-                run_manager.on_llm_new_token(text, chunk=chunk)
-            yield chunk
-
-    async def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        call = self._call(stop, kwargs)
-        to_chunk = self._chunks(call)
-        async with aclosing(self.adeltas(to_turns(messages), call)) as deltas:
-            async for delta in deltas:
-                chunk = to_chunk(delta)
-                if run_manager is not None and (text := _token_of(chunk)) is not None:
-                    await run_manager.on_llm_new_token(text, chunk=chunk)
-                yield chunk
-
     def _chunks(self, call: Mapping[str, Any]) -> Callable[[AnswerDelta], ChatGenerationChunk]:
         """Return what makes the chunks of one answer of its pieces."""
         parser = self.parser(call)
@@ -464,11 +435,14 @@ def _usage_metadata(answer: Answer) -> UsageMetadata:
     )
 
 
-def _token_of(chunk: ChatGenerationChunk) -> str | None:
-    """Return a chunk's text for callbacks; None if it has neither text nor calls."""
-    message = chunk.message
-    has_calls = isinstance(message, AIMessageChunk) and bool(message.tool_call_chunks)
-    return str(message.text) if message.text or has_calls else None
+def _prompt(given: str | list[BaseMessage]) -> str | list[dict[str, Any]]:
+    return given if isinstance(given, str) else to_turns(given)
+
+
+def _token_of(chunk: GenerationChunk | ChatGenerationChunk) -> str | None:
+    """Return a chunk's text for callbacks, "" for a call, None for neither."""
+    message = getattr(chunk, "message", None)
+    return chunk.text if chunk.text or getattr(message, "tool_call_chunks", None) else None
 
 
 def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
@@ -496,17 +470,20 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
     return turn
 
 
+_ROLES = {
+    SystemMessage: "system",
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    ToolMessage: "tool",
+}
+
+
 def _role(message: BaseMessage) -> str:
-    if isinstance(message, SystemMessage):
-        return "system"
-    if isinstance(message, HumanMessage):
-        return "user"
     if isinstance(message, ChatMessage):
         return message.role
-    if isinstance(message, AIMessage):
-        return "assistant"
-    if isinstance(message, ToolMessage):
-        return "tool"
+    for kind, role in _ROLES.items():
+        if isinstance(message, kind):
+            return role
     raise ParameterError(
         f"a {type(message).__name__} cannot be rendered: pass its content as text, for instance in "
         "a HumanMessage"

@@ -275,23 +275,7 @@ class EngineSettings(_FromTable):
             Per-call parameters, as the framework passes them.
         """
         engine, request = self._prepare(call)
-        done: dict[int, Answer] = {}
-
-        def attempt() -> None:
-            left = [number for number in range(len(prompts)) if number not in done]
-            requests = [request(prompts[number]) for number in left]
-            outcomes = engine().generate_batch(requests, return_exceptions=True)
-            errors = []
-            for number, outcome in zip(left, outcomes, strict=True):
-                if isinstance(outcome, Exception):
-                    errors.append(outcome)
-                else:
-                    done[number] = outcome
-            if errors:
-                raise errors[0]
-
-        self._retrying(attempt)
-        return [done[number] for number in range(len(prompts))]
+        return self._retrying(lambda: engine().generate_batch([request(one) for one in prompts]))
 
     async def aanswer(self, prompt: Prompt, call: Mapping[str, Any]) -> Answer:
         """Return the answer to one prompt while the event loop runs on; see `answers`."""

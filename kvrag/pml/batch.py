@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
@@ -97,73 +97,78 @@ class SharedPrompts:
     ) -> None:
         started = time.perf_counter()
         self._model = model
-        self._windows = set(model.windows)
         misses: Counter[str] = Counter()
         loader = SpanLoader(open_kv)
 
-        def attempt(rows: _Rows) -> Slices[tuple[FusedKV, _Rows]]:
-            return in_one_slice(lambda: (self._fuse(rows, loader), rows))
+        def attempt(rows: _Rows) -> Slices[_Rows]:
+            return in_one_slice(lambda: self._fuse(rows, loader))
 
         def without(rows: _Rows, error: LostError) -> _Rows:
             gone = [one for one in rows.shared.values() if one.record_id in error.lost]
             misses.update(str(error.lost[one.record_id]) for one in gone)
-            return _Rows([_without(layout, error.lost) for layout in rows.layouts], room)
+            return _Rows([_without(layout, error.lost) for layout in rows.of], room)
 
         try:
-            fused, rows = whole(without_lost(_Rows(layouts, room), attempt, without))
+            self._rows = whole(without_lost(_Rows(layouts, room), attempt, without))
         finally:
             loader.end()
-        self._fused, self._rows_of, layouts = fused, rows, rows.layouts
-        num_tokens = sum(len(layout.token_ids) for layout in layouts)
-        per_token = model.spec.bytes_per_token
+        rows, per_token = self._rows, model.spec.bytes_per_token
+        num_tokens = sum(len(layout.token_ids) for layout in rows.of)
         self.report = SharedReport(
             num_prompts=len(layouts),
             num_tokens=num_tokens,
             num_shared_rows=rows.num_shared,
-            num_fresh_rows=len(rows.fresh),
+            num_fresh_rows=rows.num_rows - rows.num_shared,
             bytes_loaded=loader.bytes_loaded,
-            buffer_bytes=fused.capacity * per_token,
+            buffer_bytes=self._fused.capacity * per_token,
             separate_bytes=(num_tokens + room * len(layouts)) * per_token,
             misses=dict(misses),
             seconds=time.perf_counter() - started,
         )
 
-    def _fuse(self, rows: _Rows, loader: SpanLoader) -> FusedKV:
+    def _fuse(self, rows: _Rows, loader: SpanLoader) -> _Rows:
         loader.open(tuple(rows.shared.values()))
         model = self._model
-        device = model.device
-        fused = FusedKV(model.spec, rows.num_rows, len(rows.positions), device)
-        for kv in (*fused.keys, *fused.values):
+        self._rows = rows
+        self._fused = FusedKV(model.spec, rows.num_rows, len(rows.positions), model.device)
+        for kv in (*self._fused.keys, *self._fused.values):
             # Answers' rows are interleaved with unused ones, and even masked rows must not be NaN.
             kv[:, :, rows.num_rows :] = 0
         self._tables = model.tables(len(rows.positions), rows.positions)
-        loader.begin(fused, self._tables)
-        self._positions = torch.tensor(rows.positions, device=device)
-        fresh = torch.tensor(rows.fresh, device=device)
-        ids = torch.tensor([rows.token_ids[row] for row in rows.fresh], device=device)
-        visible = self._visible(rows, rows.owners, fresh, rows.num_rows)
+        loader.begin(self._fused, self._tables)
+        fresh = range(rows.num_shared, rows.num_rows)
+        self.logits = self._compute(
+            rows.owners, fresh, rows.token_ids, rows.last, loader.load_layer
+        )
+        return rows
+
+    def _compute(
+        self,
+        owners: Sequence[int],
+        new: Sequence[int],
+        token_ids: Sequence[int],
+        asked: list[int] | slice = slice(None),
+        load: Callable[[int], object] = lambda _: None,
+    ) -> torch.Tensor:
+        """Compute rows of prompts; return the logits of those `asked` for.
+
+        A row sees rows of the same prompt, at or before its position.
+        """
+        model = self._model
+        positions = torch.tensor(self._rows.positions, device=model.device)
+        rows, ids = (torch.tensor(list(one), device=model.device) for one in (new, token_ids))
+        keys, asking = positions[: max(new) + 1], positions[rows][:, None]
+        mine = self._rows.seen[list(owners), : len(keys)].to(model.device) & (keys <= asking)
+        near = {window: inside(keys, asking, window) for window in set(model.windows)}
+        visible = {window: mine if one is None else mine & one for window, one in near.items()}
         with model.computing_rows():
-            hidden = model.embed(ids, self._positions[fresh])
-            of = RowPass(fresh, fused, self._tables)
+            hidden = model.embed(ids, positions[rows])
+            of = RowPass(rows, self._fused, self._tables)
             for layer_index in range(model.spec.num_layers):
-                loader.load_layer(layer_index)
+                load(layer_index)
                 attending = Attending(visible=visible[model.windows[layer_index]])
                 model.rows.forward(layer_index, hidden, of, attending=attending)
-            last = [rows.fresh.index(row) for row in rows.last_rows]
-            self.logits = model.logits(hidden[last])
-        return fused
-
-    def _visible(
-        self, rows: _Rows, owners: Sequence[int], queries: torch.Tensor, num_keys: int
-    ) -> dict[int | None, torch.Tensor]:
-        """Return for each window which rows `queries` see: their prompt's, at or before them."""
-        positions = self._positions
-        mine = torch.stack([rows.mask_of(owner, len(positions)) for owner in owners])
-        mine = mine[:, :num_keys].to(positions.device)
-        keys, asking = positions[:num_keys], positions[queries][:, None]
-        allowed = mine & (keys <= asking)
-        near = {window: inside(keys, asking, window) for window in self._windows}
-        return {window: allowed if one is None else allowed & one for window, one in near.items()}
+            return model.logits(hidden[asked])
 
     def step(self, token_ids: dict[int, int]) -> dict[int, torch.Tensor]:
         """Write one more token for some prompts; return the logits of the token after each.
@@ -173,82 +178,62 @@ class SharedPrompts:
         token_ids
             Number of the prompt to token id.
         """
-        model, rows = self._model, self._rows_of
         owners = list(token_ids)
-        new = torch.tensor([rows.append(owner) for owner in owners], device=model.device)
-        ids = torch.tensor(list(token_ids.values()), device=model.device)
-        visible = self._visible(rows, owners, new, int(new.max()) + 1)
-        with model.computing_rows():
-            hidden = model.embed(ids, self._positions[new])
-            of = RowPass(new, self._fused, self._tables)
-            for layer_index in range(model.spec.num_layers):
-                attending = Attending(visible=visible[model.windows[layer_index]])
-                model.rows.forward(layer_index, hidden, of, attending=attending)
-            logits = model.logits(hidden)
+        new = [self._rows.append(owner) for owner in owners]
+        logits = self._compute(owners, new, list(token_ids.values()))
         return dict(zip(owners, logits, strict=True))
 
 
 class _Rows:
-    """The order of the buffer's rows: shared records, each prompt's own rows, room for answers."""
+    """The order of the buffer's rows: shared records, each prompt's own rows, room for answers.
+
+    ``seen`` ``[B, rows]`` says which rows are those of each prompt and its answer.
+    """
 
     def __init__(self, layouts: Sequence[Layout], room: int) -> None:
-        self.layouts = layouts
-        self.shared: dict[_Place, ReusedSpan] = {}
-        self.positions: list[int] = []
-        self.token_ids: dict[int, int] = {}
-        self._visible: list[list[int]] = [[] for _ in layouts]
+        self.of = layouts
         lengths: dict[_Place, int] = {}
         for layout in layouts:
             for span in layout.spans:
                 place = _place(layout, span)
                 lengths[place] = max(lengths.get(place, 0), span.chunk_end)
-        for place, length in lengths.items():
-            chunk_id, context_ids, position = place
-            row = len(self.positions)
-            self.shared[place] = ReusedSpan(chunk_id, row, 0, length, context_ids)
+        self.shared: dict[_Place, ReusedSpan] = {}
+        self.positions: list[int] = []
+        for (chunk_id, context_ids, position), length in lengths.items():
+            span = ReusedSpan(chunk_id, len(self.positions), 0, length, context_ids)
+            self.shared[chunk_id, context_ids, position] = span
             self.positions += range(position, position + length)
         self.num_shared = len(self.positions)
-        self.fresh: list[int] = []
+        # The rows that are computed follow: whose each is, its token, and each prompt's last.
         self.owners: list[int] = []
-        self.last_rows: list[int] = []
+        self.token_ids: list[int] = []
+        self.last: list[int] = []
         for owner, layout in enumerate(layouts):
-            self._add(owner, layout)
+            stored = {
+                row for one in layout.spans for row in range(one.prompt_start, one.prompt_end)
+            }
+            fresh = [row for row in range(len(layout.token_ids)) if row not in stored]
+            self.owners += [owner] * len(fresh)
+            self.token_ids += [layout.token_ids[row] for row in fresh]
+            self.positions += [layout.position(row) for row in fresh]
+            self.last.append(len(self.owners) - 1)
         self.num_rows = len(self.positions)
-        self._ends = [layout.end_position for layout in layouts]
-        self._starts = []
-        for end in self._ends:
-            self._starts.append(len(self.positions))
-            self.positions += range(end, end + room)
-        self._decoded = [0] * len(layouts)
-
-    def _add(self, owner: int, layout: Layout) -> None:
-        covered: set[int] = set()
-        for span in layout.spans:
-            first = self.shared[_place(layout, span)].prompt_start
-            self._visible[owner] += range(first + span.chunk_start, first + span.chunk_end)
-            covered.update(range(span.prompt_start, span.prompt_end))
-        for place, token_id in enumerate(layout.token_ids):
-            if place in covered:
-                continue
-            row = len(self.positions)
-            self.positions.append(layout.position(place))
-            self.token_ids[row] = token_id
-            self.fresh.append(row)
-            self.owners.append(owner)
-            self._visible[owner].append(row)
-        self.last_rows.append(len(self.positions) - 1)
-
-    def mask_of(self, owner: int, num_rows: int) -> torch.Tensor:
-        """Return ``[num_rows]`` bool: the rows of one prompt and its answer."""
-        mask = torch.zeros(num_rows, dtype=torch.bool)
-        mask[self._visible[owner]] = True
-        return mask
+        self._next: list[int] = []
+        for layout in layouts:
+            self._next.append(len(self.positions))
+            self.positions += range(layout.end_position, layout.end_position + room)
+        self.seen = torch.zeros(len(layouts), len(self.positions), dtype=torch.bool)
+        self.seen[self.owners, range(self.num_shared, self.num_rows)] = True
+        for owner, layout in enumerate(layouts):
+            for span in layout.spans:
+                first = self.shared[_place(layout, span)].prompt_start
+                self.seen[owner, first + span.chunk_start : first + span.chunk_end] = True
 
     def append(self, owner: int) -> int:
         """Take the row of a prompt's next token, and return its number."""
-        row = self._starts[owner] + self._decoded[owner]
-        self._decoded[owner] += 1
-        self._visible[owner].append(row)
+        row = self._next[owner]
+        self._next[owner] += 1
+        self.seen[owner, row] = True
         return row
 
 
@@ -340,17 +325,16 @@ def generate_batch(
     ends = end_ids(model.decoder.generation_config, model.tokenizer)
     sampling = Sampling(temperature=temperature, seed=seed)
     samplers = [Sampler(sampling, shared.logits.device) for _ in layouts]
-    said = [torch.tensor(layout.token_ids, device=shared.logits.device) for layout in layouts]
     streams = [TextStream(model.tokenizer) for _ in layouts]
+    nothing = torch.tensor([], dtype=torch.long)  # no penalty asks what was said
     logits = dict(enumerate(shared.logits))
     for num_generated in range(1, room + 1):
         new: dict[int, int] = {}
         for owner, of_owner in logits.items():
-            token = samplers[owner].next_token(of_owner, said[owner])
+            token = samplers[owner].next_token(of_owner, nothing)
             if token in ends:
                 continue
             streams[owner].push(token)
-            said[owner] = torch.cat([said[owner], said[owner].new_tensor([token])])
             new[owner] = token
         if not new or num_generated == room:
             break

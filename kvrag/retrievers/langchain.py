@@ -83,11 +83,8 @@ class KVRagRetriever(BaseRetriever):
         k: int | None = None,
         filter: dict[str, Any] | None = None,
     ) -> list[Document]:
-        hits = shared_index(self.index).search(
-            query,
-            _checked_k(self.k if k is None else k),
-            filter=self.filter if filter is None else filter,
-        )
+        wanted = self.filter if filter is None else filter
+        hits = shared_index(self.index).search(query, self.k if k is None else k, filter=wanted)
         return [
             Document(id=hit.chunk.chunk_id, page_content=hit.chunk.text, metadata=hit.chunk.fields)
             for hit in hits
@@ -238,16 +235,13 @@ class KVRagVectorStore(VectorStore):
             raise ParameterError(
                 f"{len(documents)} documents, {len(ids)} ids: expected one id each"
             )
-        given_ids: Sequence[str | None] = [None] * len(documents) if ids is None else ids
         names = [
             given or document.id or _content_id(document)
-            for given, document in zip(given_ids, documents, strict=True)
+            for given, document in zip(ids or [""] * len(documents), documents, strict=True)
         ]
         report = self.index.add(
-            [
-                KVRagDocument(name, document.page_content, document.metadata)
-                for name, document in zip(names, documents, strict=True)
-            ]
+            KVRagDocument(name, document.page_content, document.metadata)
+            for name, document in zip(names, documents, strict=True)
         )
         if report.failed:
             refused = "; ".join(f"{failed.source!r}: {failed.reason}" for failed in report.failed)
@@ -275,17 +269,15 @@ class KVRagVectorStore(VectorStore):
     ) -> list[Document]:
         """Return the `k` chunks that best match `query`, by meaning and words, best first."""
         arguments.refuse_options(kwargs)
-        hits = self.index.search(query, _checked_k(k), filter=on_metadata(filter))
-        return [document for document, _ in self._scored(hits)]
+        return self._documents(self.index.search(query, k, filter=on_metadata(filter)))
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: dict[str, Any] | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Return the nearest chunks by meaning, with their cosine similarities, best first."""
         arguments.refuse_options(kwargs)
-        return self._scored(
-            self.index.search_dense(query, _checked_k(k), filter=on_metadata(filter))
-        )
+        hits = self.index.search_dense(query, k, filter=on_metadata(filter))
+        return [(self._to_document(hit.chunk), float(hit.score)) for hit in hits]
 
     def similarity_search_by_vector(
         self,
@@ -297,8 +289,9 @@ class KVRagVectorStore(VectorStore):
     ) -> list[Document]:
         """Return the `k` chunks nearest to a vector, best first."""
         arguments.refuse_options(kwargs)
-        hits = self.index.search_by_vector(embedding, _checked_k(k), filter=on_metadata(filter))
-        return [document for document, _ in self._scored(hits)]
+        return self._documents(
+            self.index.search_by_vector(embedding, k, filter=on_metadata(filter))
+        )
 
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
@@ -327,21 +320,20 @@ class KVRagVectorStore(VectorStore):
         arguments.refuse_options(kwargs)
         fetch_k = arguments.whole(fetch_k, "fetch_k", 0)
         lambda_mult = arguments.number(lambda_mult, "lambda_mult", 0.0, 1.0)
-        hits = self.index.search_by_vector(
-            embedding, max(_checked_k(k), fetch_k), filter=on_metadata(filter)
-        )
+        most = max(arguments.whole(k, "k", 1), fetch_k)
+        hits = self.index.search_by_vector(embedding, most, filter=on_metadata(filter))
         if not hits:
             return []
         vectors = self.embeddings.embed_documents([hit.chunk.text for hit in hits])
         chosen = maximal_marginal_relevance(np.asarray(embedding), vectors, lambda_mult, k)
-        return [document for document, _ in self._scored([hits[place] for place in chosen])]
+        return self._documents(hits[place] for place in chosen)
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         # A negative cosine means irrelevant, just as 0 does.
         return lambda cosine: min(max(cosine, 0.0), 1.0)
 
-    def _scored(self, hits: Iterable[SearchHit]) -> list[tuple[Document, float]]:
-        return [(self._to_document(hit.chunk), float(hit.score)) for hit in hits]
+    def _documents(self, hits: Iterable[SearchHit]) -> list[Document]:
+        return [self._to_document(hit.chunk) for hit in hits]
 
     def _to_document(self, chunk: Chunk) -> Document:
         is_whole = len(self.index.catalog.chunk_ids_of(chunk.source)) == 1
@@ -359,15 +351,11 @@ def _check_made_with(index: Index, *, codec: str | None, chunk_tokens: int | Non
         if wanted is not None and wanted != recorded:
             raise IndexMismatchError(
                 f"the index at {place_of(index)} was made with {name}={arguments.shown(recorded)}, "
-                "asked for "
-                f"{arguments.shown(wanted)}: leave it out, or make a new index in another folder"
+                f"asked for {arguments.shown(wanted)}: leave it out, or make a new index in "
+                "another folder"
             )
 
 
 def _content_id(document: Document) -> str:
     content = json.dumps([document.page_content, document.metadata], sort_keys=True, default=str)
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _checked_k(k: int) -> int:
-    return arguments.whole(k, "k", 1)

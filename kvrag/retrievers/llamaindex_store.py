@@ -15,7 +15,6 @@ from kvrag import arguments
 from kvrag.chunk import Chunk, Document
 from kvrag.engine.shared import shared_index
 from kvrag.errors import DocumentError, ParameterError
-from kvrag.ingest.embedding import Embedding
 from kvrag.ingest.filters import on_metadata, read_filter
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
@@ -39,8 +38,13 @@ from llama_index.core.vector_stores.types import (  # isort: skip
 
 _REF = "ref_doc_id"
 _NODE = "node_id"
-_HYBRID = (VectorStoreQueryMode.HYBRID, VectorStoreQueryMode.SEMANTIC_HYBRID)
-_WORDS = (VectorStoreQueryMode.SPARSE, VectorStoreQueryMode.TEXT_SEARCH)
+_SEARCHES = {
+    "DEFAULT": "search_dense",
+    "SPARSE": "search_words",
+    "TEXT_SEARCH": "search_words",
+    "HYBRID": "search",
+    "SEMANTIC_HYBRID": "search",
+}
 
 
 class KVRagEmbedding(BaseEmbedding):
@@ -58,20 +62,16 @@ class KVRagEmbedding(BaseEmbedding):
         super().__init__(model_name="kvrag", **settings)
         self._index = index
 
-    @property
-    def _embedding(self) -> Embedding:
-        return shared_index(self._index).embedding
-
     def _get_query_embedding(self, query: str) -> list[float]:
-        vector: list[float] = self._embedding.embed_query(query).tolist()
+        vector: list[float] = shared_index(self._index).embedding.embed_query(query).tolist()
         return vector
 
     async def _aget_query_embedding(self, query: str) -> list[float]:
         return await asyncio.to_thread(self._get_query_embedding, query)
 
     def _get_text_embedding(self, text: str) -> list[float]:
-        vector: list[float] = self._embedding.embed_whole([text])[0].tolist()
-        return vector
+        (vector,) = shared_index(self._index).embedding.embed_whole([text]).tolist()
+        return vector  # type: ignore[no-any-return]
 
 
 class KVRagVectorStore(BasePydanticVectorStore):
@@ -184,16 +184,11 @@ class KVRagVectorStore(BasePydanticVectorStore):
             return self.client.search_by_vector(query.query_embedding, k, filter=wanted)
         if text is None:
             raise ParameterError("the query has neither a text nor a vector to search for")
-        if query.mode == VectorStoreQueryMode.DEFAULT:
-            return self.client.search_dense(text, k, filter=wanted)
-        if query.mode in _WORDS:
-            return self.client.search_words(text, k, filter=wanted)
-        if query.mode in _HYBRID:
-            return self.client.search(text, k, filter=wanted)
-        raise ParameterError(
-            f"query mode {query.mode}: expected DEFAULT, SPARSE, TEXT_SEARCH, HYBRID or "
-            "SEMANTIC_HYBRID"
-        )
+        if query.mode.name not in _SEARCHES:
+            raise ParameterError(f"query mode {query.mode}: expected {', '.join(_SEARCHES)}")
+        search = getattr(self.client, _SEARCHES[query.mode.name])
+        hits: list[SearchHit] = search(text, k, filter=wanted)
+        return hits
 
     def _named(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[Chunk]:
         wanted = None if filters is None else on_metadata(to_filter(filters))

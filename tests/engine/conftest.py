@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrag.chunk import Document
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import text_index
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +18,5 @@ def model() -> KVModel:
 @pytest.fixture(scope="session")
 def index(tmp_path_factory: pytest.TempPathFactory, model: KVModel) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("engine") / "index"
-    with Index.create(folder, model=model, embedding="hashing") as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+    with text_index(folder, model) as index:
         yield index

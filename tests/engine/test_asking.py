@@ -44,11 +44,6 @@ class TestAsk:
     def engine(self, rag: Rag) -> KVEngine:
         return KVEngine(rag.index, max_tokens=8, session_bytes=0)
 
-    def test_no_history_is_none(self, engine: KVEngine) -> None:
-        none: Any = None
-        asked = engine.question("Who keeps the ledger?", history=none)
-        assert asked == engine.question("Who keeps the ledger?")
-
     def test_it_answers_over_what_a_search_finds(self, engine: KVEngine) -> None:
         answer = engine.ask("Who keeps the ledger?", k=2)
         hits = engine.index.search("Who keeps the ledger?", 2)

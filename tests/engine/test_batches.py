@@ -5,26 +5,20 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.chunk import Document
-from kvrag.engine.answer import Answer
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError, PromptTooLongError, RecordError
 from kvrag.fusion.decoding import RowDecoder
 from kvrag.fusion.loader import SpanLoader
-from kvrag.fusion.report import FusionReport
-from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
@@ -84,14 +78,6 @@ def alone(index: Index) -> Alone:
     return answers
 
 
-def test_each_kind_of_request_gets_its_own_answer(engine: KVEngine, alone: Alone) -> None:
-    places = [(kind % len(PROMPTS), kind) for kind in range(len(KINDS))]
-    answers = engine.generate_batch([request_of(*place) for place in places])
-    assert [one.text for one in answers] == [alone[place] for place in places]
-    assert answers[3].finish_reason == "length"
-    assert answers[5].report.eviction is not None
-
-
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_any_interleaving_of_streams_gives_the_same_texts(
@@ -128,76 +114,10 @@ def test_any_interleaving_of_streams_gives_the_same_texts(
     assert engine._scheduler.num_open == 0
 
 
-# How prompts that are fused beside each other may differ.
-REPAIRS: list[dict[str, Any]] = [
-    *({"policy": name} for name in ("none", "two_stage", "boundary", "gradual", "query")),
-    {"policy": "deviation", "ratio": 1.0},
-    {"policy": "query:shift=0.8"},
-    {"reuse": False},
-]
-
-
-@pytest.fixture(scope="module", params=["llama", "mistral-sliding"])
-def family_engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[KVEngine]:
-    model = KVModel(make_model(request.param), make_tokenizer())
-    folder = tmp_path_factory.mktemp("family") / "index"
-    with Index.create(folder, model=model, embedding="hashing") as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-        yield KVEngine(index, max_tokens=2, session_bytes=0, load_threads=1)
-
-
-def fused_of(answer: OpenAnswer) -> tuple[list[torch.Tensor], FusionReport]:
-    """Return an answer's first logits and its prompt's KV, and give the buffer back."""
-    kv = answer._fused.kv
-    rows = [one[0, :, : kv.num_tokens].clone() for one in (*kv.keys, *kv.values)]
-    report = replace(answer._fused.report, seconds={}, hidden_load_seconds=0.0)
-    found = [answer.logits.clone(), *rows]
-    answer.close()
-    return found, report
-
-
-@settings(max_examples=examples(10), deadline=None)
-@given(data=st.data())
-def test_prompts_fused_beside_each_other_are_those_fused_alone(
-    family_engine: KVEngine, data: st.DataObject
-) -> None:
-    """Whatever slice comes next, and by twins, logits, KV and counts are the same to the bit."""
-    engine = family_engine
-    numbers = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(REPAIRS) - 1))
-    asked = data.draw(st.lists(numbers, min_size=2, max_size=4))
-    starts = [engine._start_now(PROMPTS[n], REPAIRS[k]) for n, k in asked]
-    alone = [fused_of(whole(start.fuse(0.0, None))) for start in starts]
-    twin = engine.index.model.twin(0) if data.draw(st.booleans()) else None
-    works = {number: start.fuse(0.0, twin) for number, start in enumerate(starts)}
-    left = data.draw(st.integers(-1, len(starts) - 1))  # whose client leaves
-    together: dict[int, OpenAnswer] = {}
-    begun: set[int] = set()
-    while works:
-        number = data.draw(st.sampled_from(sorted(works)))
-        waits = data.draw(st.booleans())
-        try:
-            if number not in begun:
-                begun.add(number)
-                next(works[number])
-            elif number == left:
-                works.pop(number).close()
-            else:
-                works[number].send(waits)
-        except StopIteration as done:
-            together[number] = done.value
-            del works[number]
-    for number, answer in together.items():
-        found, expected = fused_of(answer), alone[number]
-        assert all(one.equal(other) for one, other in zip(found[0], expected[0], strict=True))
-        assert found[1] == expected[1]
-
-
 def test_damage_in_one_prompt_harms_no_other_that_is_fused_beside_it(
-    family_engine: KVEngine, monkeypatch: pytest.MonkeyPatch
+    index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = family_engine
+    engine = KVEngine(index, max_tokens=2, session_bytes=0, load_threads=1)
     alone = [engine.generate(prompt, policy="none") for prompt in PROMPTS[:3]]
     place = SpanLoader._place
     cursed: list[Any] = []
@@ -216,7 +136,7 @@ def test_damage_in_one_prompt_harms_no_other_that_is_fused_beside_it(
         assert was_lost or one.text == other.text
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon-alibi"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon-alibi", "mistral-sliding"])
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy answers in float32 are the same, whether or not rows go together."""
     model = KVModel(make_model(family), make_tokenizer())
@@ -230,7 +150,7 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
         index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
         engine = KVEngine(index, max_tokens=6)
-        for policy in ("none", "two_stage"):
+        for policy in ("none", "two_stage", "boundary", "gradual", "query:shift=0.8"):
             one_by_one = [engine.generate(prompt, policy=policy) for prompt in PROMPTS]
             monkeypatch.setattr(RowDecoder, "step_each", staticmethod(counted))
             together = engine.generate_batch(PROMPTS, policy=policy)
@@ -329,19 +249,6 @@ def test_a_closed_stream_frees_its_buffer(index: Index, monkeypatch: pytest.Monk
 
     wait_until(are_freed)
     assert engine._scheduler.num_open == 0
-
-
-def test_async_answers_need_one_thread_that_ends(engine: KVEngine, alone: Alone) -> None:
-    async def main() -> list[Answer]:
-        asking = [asyncio.create_task(engine.agenerate(prompt)) for prompt in PROMPTS]
-        while not any(one.done() for one in asking):
-            assert len(threads_left()) <= 1
-            await asyncio.sleep(0.001)
-        return [await one for one in asking]
-
-    answers = asyncio.run(main())
-    assert [one.text for one in answers] == [alone[n, 0] for n in range(len(PROMPTS))]
-    _wait_until_idle(engine)
 
 
 def test_a_cancelled_task_leaves_the_batch(engine: KVEngine, alone: Alone) -> None:

@@ -50,16 +50,6 @@ def test_json_of_a_schema(rag: Rag, sampling: dict[str, Any]) -> None:
     assert answer.usage.cached_tokens > 0
 
 
-def test_a_grammar_and_a_stream(rag: Rag) -> None:
-    grammar = 'start: "a" (item ",")* item\nitem: "b" | "c"\n'
-    pieces = list(
-        KVEngine(rag.index).stream(PROMPT, constraint=Constraint.lark(grammar), max_tokens=9)
-    )
-    text = "".join(piece.text for piece in pieces)
-    assert re.match(r"a[bc]?(,[bc])*,?", text)
-    assert pieces[-1].answer.text == text
-
-
 def test_an_answer_that_can_go_on_ends_when_the_model_wants(
     rag: Rag, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.chunk import ChunkKey, Document
+from kvrag.chunk import ChunkKey
 from kvrag.codec.container import header_size
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_reader import MISS_CATALOG
 from kvrag.errors import IndexFormatError
 from kvrag.fusion.slices import MISS_ABSENT, MISS_DAMAGED
 from kvrag.ingest.index import Index
-from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS
 from kvrag_testing.store_contract import stored
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import text_index
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 
@@ -39,10 +38,7 @@ def flip(offset: int) -> Callable[[bytearray], object]:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Index:
-    model = KVModel(make_model(), make_tokenizer())
-    index = Index.create(tmp_path / "index", model=model, embedding="hashing")
-    index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-    return index
+    return text_index(tmp_path / "index", "llama")
 
 
 def check_counted(index: Index, lost: ChunkKey, reason: str) -> None:
@@ -83,18 +79,6 @@ def test_a_missing_record_and_one_of_another_chunk(index: Index) -> None:
     index.store.put(first, content)
     index.store.replace(first, stored(index.store, second) or b"")
     check_counted(index, first, MISS_DAMAGED)
-
-
-def test_two_damaged_records_and_a_repeated_chunk(index: Index) -> None:
-    for key in keys(index)[:2]:
-        damage(index, key, flip(-100))
-    engine = KVEngine(index, max_tokens=8)
-    prompt = "\n\n".join([*TEXTS, *TEXTS, "Question: who keeps it?\nAnswer:"])
-    answer = engine.generate(prompt, ratio=0.5)
-    assert dict(answer.report.misses) == {MISS_DAMAGED: 4}
-    for key in keys(index)[:2]:
-        index.store.delete(key)
-    assert answer.text == engine.generate(prompt, ratio=0.5).text
 
 
 @pytest.mark.parametrize("load_threads", [0, 2])

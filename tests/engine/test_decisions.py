@@ -100,13 +100,3 @@ def test_what_is_lost_all_the_same_is_a_miss(index: Index, tiers: TieredStore) -
     assert sum(made.report.misses.values()) == 1
     assert [one.seconds for one in made.report.decisions if not one.is_computed] == [None]
     torch.testing.assert_close(made.logits, plain_logits(engine), atol=1e-5, rtol=1e-5)
-
-
-def test_where_a_record_is_is_told_without_reading_it(index: Index, tiers: TieredStore) -> None:
-    near = bring_near(index, tiers, TEXTS[0])
-    before = [counts.hits for counts in tiers.counts()]
-    found = {hit.chunk.chunk_id: index.tier_of(hit.chunk.chunk_id) for hit in index.search("x", 3)}
-    assert found == {chunk_id: int(chunk_id != near) for chunk_id in found}
-    assert [counts.hits for counts in tiers.counts()] == before
-    assert index.tier_of("no such chunk") is None
-    assert index.tier_of(near, (1, 2, 3)) is None

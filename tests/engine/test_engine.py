@@ -14,9 +14,7 @@ import torch
 import kvrag
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.options import Sampling
 from kvrag.engine.request import Message
-from kvrag.engine.sampling import Sampler
 from kvrag.errors import IndexFormatError, ParameterError, PromptTooLongError
 from kvrag.fusion.controller import Calibration, Cost, LoadingController, Measured
 from kvrag.ingest.index import Index
@@ -138,13 +136,6 @@ def test_seeds_repeat_draws_and_leave_the_global_generator_alone(engine: KVEngin
     assert len(drawn) > 1
 
 
-def test_sampling_parameters_change_the_draw(engine: KVEngine) -> None:
-    greedy = engine.generate(PROMPT).text
-    assert engine.generate(PROMPT, temperature=1.5, top_k=1, seed=1).text == greedy
-    assert engine.generate(PROMPT, temperature=1.5, top_p=1e-6, seed=1).text == greedy
-    assert engine.generate(PROMPT, repetition_penalty=5.0).text != greedy
-
-
 @pytest.mark.parametrize(
     ("frequency", "presence"), [(1.5, 0.0), (0.0, 2.0), (0.3, 0.4), (-2.0, 0.0)]
 )
@@ -166,20 +157,6 @@ def test_counted_penalties_are_openais(engine: KVEngine, frequency: float, prese
     )
     assert answer.text == expected
     assert engine.generate(PROMPT, **options).text != expected
-
-
-def test_min_p_leaves_out_what_is_far_less_likely_than_the_best(engine: KVEngine) -> None:
-    probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
-    for min_p, left in ((0.0, 4), (0.25, 3), (0.5, 2), (1.0, 1)):
-        drawn = {
-            Sampler(
-                Sampling(temperature=1.0, min_p=min_p, seed=seed), torch.device("cpu")
-            ).next_token(probabilities.log(), torch.tensor([0]))
-            for seed in range(200)
-        }
-        assert drawn == set(range(left))
-    greedy = engine.generate(PROMPT).text
-    assert engine.generate(PROMPT, temperature=1.5, min_p=1.0, seed=1).text == greedy
 
 
 def test_the_fused_cache_continues_in_transformers(engine: KVEngine) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError, UnsupportedModelError
 from kvrag.eviction.cache import EvictingCache
@@ -17,28 +16,15 @@ from kvrag.fusion.evicting import evict_prompt
 from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
-from kvrag.models.kv_model import KVModel
 from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag.pml.engine import PMLEngine
-from kvrag_testing.bench_top import TEXTS
 from tests.engine.test_links import PROMPT
 from tests.eviction.policies import KeepAll
 from tests.fusion.test_links import make_links
 from tests.pml.test_engine import GAPPED, WHOLE
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import text_index
 
 CORM = "corm:window=9:recent=6"
-
-
-def make_index(folder: Path, family: str, **options: str) -> Index:
-    index = Index.create(
-        folder,
-        model=KVModel(make_model(family), make_tokenizer()),
-        embedding="hashing",
-        **options,
-    )
-    index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-    return index
 
 
 @pytest.mark.parametrize("way", ["embeddings", "adapter"])
@@ -53,7 +39,7 @@ def test_behind_link_tokens(index: Index, tmp_path: Path, way: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_behind_modules_with_gaps_in_their_positions(tmp_path: Path, family: str) -> None:
-    with make_index(tmp_path / "index", family) as index:
+    with text_index(tmp_path / "index", family) as index:
         engine = KVEngine(index, max_tokens=12)
         pml = PMLEngine(engine)
         pml.encode(WHOLE)
@@ -74,7 +60,7 @@ def test_a_prompt_recomputed_whole_is_pruned_as_a_plain_prefill(
     tmp_path: Path, family: str, spec: str
 ) -> None:
     """The queries that stored chunks do not bring are those that a prefill would have had."""
-    with make_index(tmp_path / "index", family) as index:
+    with text_index(tmp_path / "index", family) as index:
         model = index.model
         engine = KVEngine(index, policy="deviation", ratio=1.0)
         fused = engine.fuse(PROMPT)
@@ -123,19 +109,6 @@ def test_a_call_overrides_the_engine(index: Index) -> None:
     assert engine.generate(PROMPT, max_tokens=1).report.eviction is None
 
 
-def test_prompts_go_on_behind_one_that_forgot(index: Index) -> None:
-    """The buffer that was let go of is never anybody's memory again."""
-    engine = KVEngine(index, max_tokens=6)
-    expected = engine.generate(PROMPT).text
-    for _ in range(2):
-        engine.generate(PROMPT, eviction=CORM)
-        assert engine.generate(PROMPT).text == expected
-    stream = engine.stream(PROMPT, eviction=CORM)
-    next(stream)
-    stream.close()
-    assert engine.generate(PROMPT).text == expected
-
-
 def test_the_prompts_buffer_leaves_memory(index: Index) -> None:
     """Of a tensor over a mapping, the mapping lives as long as anything looks at it."""
     elements = FusedKV.storage_elements(index.model.spec, 1000)
@@ -158,7 +131,7 @@ def test_refusals(index: Index, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="has no parameter budget"):
         engine.generate(PROMPT, eviction="corm:budget=3")
     with (
-        make_index(tmp_path / "bloom", "bloom") as bloom,
+        text_index(tmp_path / "bloom", "bloom") as bloom,
         pytest.raises(UnsupportedModelError, match="leave eviction out"),
     ):
         KVEngine(bloom).stream(PROMPT, eviction=CORM)

@@ -22,9 +22,7 @@ POLICIES = ["none", "boundary", "deviation", "query", "random", "two_stage", "gr
 PROMPT = "\n\n".join(TEXTS) + "\n\nWho keeps the ledger?"
 
 
-@pytest.fixture(
-    scope="module", params=["packed", "raw", "lossless", "cachegen", "transform", "stream"]
-)
+@pytest.fixture(scope="module", params=CODECS)
 def indexes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Index, Index]]:

@@ -1,7 +1,6 @@
 """The head of chat prompts, which chunks are encoded after: prompts with it, and with others."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import text_index
 
 CONTENT = "\n\n".join([*TEXTS, "Question: who keeps it?"])
 USER = [{"role": "user", "content": CONTENT}]
@@ -36,15 +36,9 @@ def model() -> KVModel:
     return KVModel(make_model(), tokenizer)
 
 
-def make_index(folder: Path, model: KVModel) -> Index:
-    index = Index.create(folder, model=model, embedding="hashing")
-    index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-    return index
-
-
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory, model: KVModel) -> Iterator[Index]:
-    with make_index(tmp_path_factory.mktemp("head") / "index", model) as index:
+    with text_index(tmp_path_factory.mktemp("head") / "index", model) as index:
         yield index
 
 
@@ -54,7 +48,7 @@ def older(tmp_path_factory: pytest.TempPathFactory, model: KVModel) -> Iterator[
     with pytest.MonkeyPatch.context() as patched:
         bos = model.tokenizer.bos_token_id
         patched.setattr(KVModel, "default_prefix_ids", lambda _: (bos,))
-        made = make_index(tmp_path_factory.mktemp("older") / "index", model)
+        made = text_index(tmp_path_factory.mktemp("older") / "index", model)
     with made:
         yield made
 

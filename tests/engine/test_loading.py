@@ -177,22 +177,6 @@ def test_patience_is_the_price_of_computing(index: Index, monkeypatch: pytest.Mo
         KVEngine(index, store_patience=0)
 
 
-def test_chunks_are_read_at_the_same_time(index: Index, watched) -> None:
-    meeting = threading.Barrier(3, timeout=30)
-    # Which of the pool's threads come back for later layers is theirs to choose: only the first
-    # three reads have to meet.
-    first = iter(range(3))
-
-    def on_read(_: int) -> None:
-        if next(first, None) is not None:
-            meeting.wait()
-
-    watched(on_read)
-    report = KVEngine(index, load_threads=3).fuse(PROMPT, policy="none").report
-    assert report.num_chunks == len(TEXTS)
-    assert not report.misses
-
-
 @pytest.mark.parametrize(
     ("num_threads", "policy"), [(0, "deviation"), (1, "none"), (4, "two_stage"), (4, "none")]
 )
@@ -218,26 +202,6 @@ def test_a_store_that_fails_half_way(index: Index, watched, num_threads: int, po
     expected = engine.fuse(PROMPT, policy=policy)
     assert dict(expected.report.misses).keys() == {MISS_ABSENT}
     assert relative_difference(given.logits, expected.logits) < 1e-4
-
-
-def test_who_goes_away_leaves_no_thread_behind(index: Index, watched) -> None:
-    reading = threading.Event()
-
-    def on_read(_: int) -> None:
-        reading.set()
-        time.sleep(0.01)
-
-    watched(on_read)
-
-    def interrupted(*_: object, **__: object) -> None:
-        assert reading.wait(30)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowRunner, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            KVEngine(index).fuse(PROMPT, policy="none")
-    assert not at_work("kvrag-load")
 
 
 def test_a_defect_is_not_taken_for_damage(index: Index, watched) -> None:

@@ -1,29 +1,23 @@
 """Never slower: by stated prices, prompts are computed as a whole where that is faster."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
-import torch
 
 from kvrag.engine import prices
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prices import SWITCH, Prices, measure
 from kvrag.errors import ParameterError
-from kvrag.fusion.fuser import OUTPRICED, computing_seconds
+from kvrag.fusion.fuser import OUTPRICED
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import NonePolicy, PromptRows
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.ingest.index import Index
-from kvrag.loading import threads
 from kvrag.loading.pace import Pace
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS, relative_difference
-from tests.support.instructions import torch_threads
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 BY_ROW = RowPrices((1, 1000), (0.001, 1.0))
@@ -54,49 +48,7 @@ def test_reuse_is_priced_by_its_rows_and_its_look() -> None:
     assert BY_LAUNCH.of_reuse(TwoStagePolicy(), SPANS, 100) == pytest.approx(2.0)
 
 
-TURN = PromptRows(946, 30, (ReusedSpan("a", 500, 0, 346),), num_leading=500)
 """A turn as Open WebUI writes it: instructions, passages, a question."""
-
-
-@pytest.mark.parametrize("number", [None, 16, 64, 256, 1024])
-def test_a_disturbed_figure_decides_nothing(number: int | None, monkeypatch: Any) -> None:
-    seconds = {16: 0.027, 64: 0.088, 256: 0.33, 1024: 1.45}
-    if number is not None:
-        seconds[number] *= 1.5
-    monkeypatch.setattr(prices, "_layers_seconds", lambda _, rows: (seconds[rows], 0.0))
-    like = SimpleNamespace(device=torch.device("cpu"), max_positions=1025)
-    pricing = Pricing(measure(cast("KVModel", like)), Pace())
-    assert not pricing.takes_full(TwoStagePolicy(), TURN, 600, 0)
-    # Where everything is computed twice, reuse does not pay.
-    assert pricing.takes_full(TwoStagePolicy(), replace(TURN, num_leading=0), 600, 0)
-
-
-def test_waits_count_as_on_an_idle_machine(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process makes computing as slow as loading: neither is dearer than before."""
-    _state(monkeypatch, RowPrices((1, 1000), (1e-9, 1e-6)))
-    engine = KVEngine(index, session_bytes=0)
-    report = engine.fuse(PROMPT, policy="none").report
-    waited = engine._fuser._waited.seconds(report.num_cached)
-    assert waited < report.seconds["load"] / 100
-
-
-def test_a_look_counts_as_a_pass_of_its_own(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only full prefill has more rows than take as long as one.
-    _state(monkeypatch, RowPrices((1, 100, 101), (1e-9, 1e-9, 1e-6)))
-    engine = KVEngine(index, session_bytes=0)
-    report = engine.fuse(PROMPT, policy="two_stage").report
-    assert report.rows_asked > 0
-    assert max(report.rows_by_layer) <= 100
-    busy = computing_seconds(report.seconds) / 2e-9
-    waited = engine._fuser._waited.seconds(report.num_cached)
-    assert waited == pytest.approx(report.seconds["load"] / busy)
-
-
-def test_one_slow_read_decides_nothing() -> None:
-    waited = Pace(0.5)
-    for seconds in (0.01, 0.01, 5.0, 0.01, 0.01):
-        waited.observe(1000, seconds)
-        assert not Pricing(BY_ROW, waited).takes_full(NonePolicy(), SPANS, 100, 0)
 
 
 def test_a_slow_store_is_tried_again() -> None:
@@ -193,31 +145,6 @@ def test_the_first_prompt_measures_for_all_processes(
         assert asked.known(index.model) is None
 
 
-def test_without_a_cache_the_prices_last_as_long_as_the_process(
-    index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def lasts() -> None:
-        prices._forget()  # as in a forked process
-        asked = Prices(index.config.model_fingerprint)
-        assert asked.known(index.model) is None
-        assert asked.measure(index.model) == asked.known(index.model)
-
-    monkeypatch.setattr(prices, "measure", lambda _: BY_LAUNCH)
-    lasts()
-    (path,) = tmp_path.rglob("*.json")
-    path.unlink()
-    path.mkdir()
-    lasts()
-    assert [*path.parent.iterdir()] == [path]
-    path.rmdir()
-    path.parent.rmdir()
-    path.parent.write_text("in the way")
-    lasts()
-    # As ~ is for a user whom the system does not know.
-    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-has-this-name/cache")
-    lasts()
-
-
 @pytest.mark.parametrize("run", ["_layers_seconds", "_seconds"])
 def test_what_is_measured_is_a_price_list(
     model: KVModel, monkeypatch: pytest.MonkeyPatch, run: str
@@ -228,16 +155,3 @@ def test_what_is_measured_is_a_price_list(
     assert found.num_rows[0] == 16
     assert found.num_rows[-1] < model.max_positions
     assert list(found.seconds) == sorted(found.seconds)
-
-
-def test_a_share_of_the_cores_has_the_prices_of_all(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt beside others is decided as alone."""
-    monkeypatch.delenv(SWITCH, raising=False)
-    asked = Prices("a fingerprint")
-    with torch_threads(2):
-        monkeypatch.setitem(prices._known, prices._key(index.model, "a fingerprint"), BY_LAUNCH)
-        with threads.computing_with(2):
-            assert torch.get_num_threads() == 1
-            assert asked.known(index.model) is BY_LAUNCH

@@ -112,35 +112,6 @@ print("ended")
     assert "terminate" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("owner", ["kv_model.take_chunk", "RawCodec.encode"])
-def test_a_process_ends_while_a_daemon_thread_ingests(tmp_path: Path, owner: str) -> None:
-    done = run(
-        """
-from kvrag.codec.raw import RawCodec
-from kvrag.models import kv_model
-
-place, name = {owner!r}.split(".")
-work = getattr(globals()[place], name)
-reached = threading.Event()
-
-def long(*given):
-    reached.set()
-    for _ in range(40):
-        torch.ones(1 << 22).sum()
-    return work(*given)
-
-setattr(globals()[place], name, long)
-index = Index.create({path!r}, model="kvrag-tiny", embedding="hashing", codec="raw")
-start(index.add, [Document("a", text)])
-reached.wait()
-print("ended")
-""".format(owner=owner, path=str(tmp_path / "other")),
-        tmp_path / "index",
-    )
-    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr[-3000:]
-
-
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_what_cannot_be_copied_says_what_to_do(index: Index, make: Any) -> None:
     for one in (index, KVEngine(index), PMLEngine(KVEngine(index))):

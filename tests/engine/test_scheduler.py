@@ -4,7 +4,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -156,17 +155,6 @@ def test_one_prompt_is_computed_while_another_waits_for_stored_kv(
     assert script.run().endswith("aaa.")
 
 
-def test_few_prompts_wait_for_stored_kv_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all wait, the first one is waited for, and no further one takes a buffer."""
-    script = Script(monkeypatch)
-    for name, due in (("a", 0.0), ("b", 1.0), ("c", 2.0)):
-        script.submit(name, 1, due=due, is_here=lambda: False)
-    script.scheduler._advance()
-    assert (script.happened, len(script.scheduler._joining)) == (["(a)", "a"], 2)
-    told = script.run()
-    assert told.index("(a)a") < told.index("(b)b") < told.index("(c)c")
-
-
 @pytest.mark.parametrize(("pace", "num_slices"), [(5 * SLICE, 5), (STEP / 2, 2)])
 @pytest.mark.parametrize("num_waiting", [1, 7])
 def test_prompts_are_fused_for_a_while_before_each_step(
@@ -194,20 +182,6 @@ def test_no_prompt_begins_to_load_beside_one_with_a_target(
     script.submit("a", 1, due=0.0, is_here=lambda: False, has_target=True)
     script.submit("b", 1, due=1.0)
     assert script.run().startswith("(a)aa.b")
-
-
-def test_nor_does_one_that_is_due_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(monkeypatch)
-    here: set[str] = set()
-    script.submit("r", 1, num_tokens=9)
-    script.scheduler.wait_until(lambda: "r." in script.happened)
-    script.submit("a", 1, due=9.0, is_here=lambda: "a" in here, has_target=True)
-    script.scheduler._advance()
-    script.submit("b", 1, due=0.0)
-    script.scheduler._advance()
-    assert "b" not in script.happened
-    here.add("a")
-    assert script.run().replace("|", "").startswith("rr.ab")
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), ValueError("damaged")])
@@ -297,30 +271,6 @@ def test_two_prompts_are_fused_at_the_same_time() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("num_threads", "shares"), [(3, (1, 2)), (8, (4, 4))])
-def test_prompts_share_all_cores(num_threads: int, shares: tuple[int, int]) -> None:
-    """Also if a thread has fused with another number of cores before."""
-    script = Beside()
-    for number in (2, num_threads):
-        with torch_threads(number):
-            both = threading.Barrier(2, timeout=30)
-            script.submit("a", both.wait)  # beside, since it is due first
-            script.submit("b", both.wait)
-            script.run()
-    assert (script.threads["a"], script.threads["b"]) == shares
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_many_prompts_by_several_threads() -> None:
-    with torch_threads(3):
-        script = Beside(max_batch=4)
-        jobs = [script.submit(f"{number}", lambda: None)[0] for number in range(40)]
-        script.run()
-    assert all(job.is_ended for job in jobs)
-    assert (len(script.twins), len(script.closed), script.told) == (40, 40, {})
-
-
-@pytest.mark.usefixtures("two_threads")
 def test_a_failure_beside_is_told_to_its_own_prompt_alone() -> None:
     def fail() -> None:
         both.wait()
@@ -380,56 +330,6 @@ def test_a_prompt_with_a_target_computes_alone_if_it_is_due_first(
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_what_cannot_be_freed_beside_stops_no_other_prompt() -> None:
-    script, begun, goes_on = Beside(), threading.Event(), threading.Event()
-
-    def lasts() -> bool:
-        begun.set()
-        return goes_on.wait(30)
-
-    def leave() -> None:
-        assert begun.wait(30)
-        script.scheduler.cancel(job)
-
-    job, written = script.submit("a", lambda: None, is_over=lasts)
-    written.close = failing  # type: ignore[method-assign]
-    script.submit("b", leave, is_over=lambda: goes_on.set() or True)
-    for name in "cd":
-        script.submit(name, lambda: None)
-    script.run()
-    assert (script.closed, script.told, script.scheduler._aside) == (set("bcd"), {}, {})
-
-
-def failing(error: Exception | None = None) -> None:
-    raise MemoryError("no room")
-
-
-def test_nor_does_it_where_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(monkeypatch)
-    job, other = (script.submit(name, 1, num_tokens=9) for name in "ab")
-    script.scheduler.wait_until(lambda: len(script.scheduler._running) == 2)
-    assert job.answer is not None
-    job.answer.close = failing  # type: ignore[method-assign]
-    script.scheduler.cancel(job)
-    script.run()
-    assert other.is_ended
-    assert script.errors == {}
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("num_twins", "has_target"), [(0, False), (9, True)])
-def test_one_thread_fuses_all_without_twins_or_with_targets(
-    num_twins: int, has_target: bool
-) -> None:
-    script = Beside(num_twins=num_twins)
-    for name in "abc":
-        script.submit(name, lambda: None, has_target=has_target)
-    script.run()
-    assert script.twins == dict.fromkeys("abc")
-    assert set(script.threads.values()) == {2}
-
-
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
 def test_a_twin_that_cannot_be_made_costs_no_prompt(error: BaseException) -> None:
     script, errors = Beside(), [error]
@@ -469,36 +369,6 @@ def test_a_thread_that_cannot_be_started_costs_no_prompt(monkeypatch: pytest.Mon
     assert not script.scheduler._fused
 
 
-def test_a_thread_without_room_for_its_own_prompt_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four threads two fuse, one waits for room, and takes no core meanwhile."""
-    monkeypatch.setattr(scheduling, "step_all", lambda steps: [object() for _ in steps])
-    num_rests = 0
-
-    class Counting(threading.Condition):
-        def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> Any:
-            nonlocal num_rests
-            num_rests += 1
-            return super().wait_for(predicate, timeout)
-
-    with torch_threads(4):
-        script, goes_on = Beside(max_batch=2), threading.Event()
-        script.scheduler._changed = Counting()
-        for name in "abcd":
-            script.submit(name, lambda: goes_on.wait(0.3))
-        script.run()
-    assert script.closed == set("abcd")
-    assert num_rests < 100
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_one_answer_at_a_time_is_fused_by_the_driver() -> None:
-    script = Beside(max_batch=1)
-    for name in "abc":
-        script.submit(name, lambda: None)
-    script.run()
-    assert script.twins == dict.fromkeys("abc")
-
-
 @pytest.mark.usefixtures("two_threads")
 def test_an_interrupted_piece_costs_no_other_prompt() -> None:
     def fail() -> None:
@@ -524,29 +394,3 @@ def test_an_interrupted_piece_costs_no_other_prompt() -> None:
         script.run()
     script.run()
     assert (list(script.told), script.closed) == (["x"], {"a"})
-
-
-def test_prompts_are_submitted_while_others_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread, which meets the driver while it looks at those that wait."""
-    script, adding = Script(monkeypatch), []
-
-    class Reading(Future[Start]):
-        def done(self) -> bool:
-            if len(adding) < 9 and script.scheduler._joining:
-                adding.append(threading.Thread(target=script.submit, args=(f"{len(adding)}", 1)))
-                adding[-1].start()
-                adding[-1].join(0.1)
-            return False
-
-    script.submit("a", 3)
-    script.scheduler._advance()
-    reading = Job(Reading(), lambda _: None)
-    script.scheduler.submit(reading)
-    for _ in range(4):
-        script.scheduler._advance()
-    script.scheduler.cancel(reading)
-    for one in adding:
-        one.join()
-    script.run()
-    assert adding
-    assert not script.errors

@@ -1,34 +1,30 @@
 """A prompt that goes on from an earlier one takes its KV, and answers as if it were fused anew."""
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.prompt_fuser import BufferPool, PromptFuser
 from kvrag.engine.request import Prompt
 from kvrag.errors import PromptTooLongError
 from kvrag.fusion.policies.base import PromptRows, RecomputePolicy
 from kvrag.fusion.report import FusionReport
 from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
-from kvrag.kvcache import FusedKV, KVSpec
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowRunner
 from kvrag_testing.bench_top import TEXTS, relative_difference
 from tests.support.models import HEAD, make_model, make_tokenizer
 from tests.support.properties import examples, few
+from tests.support.rag import text_index
 
 QUESTIONS = ("Who keeps it?", "Where is the old tower?", "When did she say so, and why?")
 
@@ -162,8 +158,7 @@ def test_the_same_prompt_again_is_the_same_to_the_bit(
     policy: str, compute: str, tmp_path: Path
 ) -> None:
     model = KVModel(make_model(), make_tokenizer(), compute=compute)
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
-        index.add([Document(f"text-{i}", text) for i, text in enumerate(TEXTS)])
+    with text_index(tmp_path / "index", model) as index:
         engine = KVEngine(index, policy=policy, max_tokens=6)
         prompt = root_of((1, 0, 2), QUESTIONS[0])
         first = ask(engine, prompt)
@@ -190,23 +185,6 @@ def test_an_edited_question_takes_no_repair_of_another(index: Index) -> None:
     # Without a repair, what was loaded for one question is right for another.
     ask(engine, first, policy="none")
     assert ask(engine, edited, policy="none").report.num_kept > 100
-
-
-def test_an_edited_prompt_that_begins_with_a_chunk(tmp_path: Path) -> None:
-    tokenizer = copy.deepcopy(make_tokenizer())
-    tokenizer.backend_tokenizer.post_processor = None  # a chunk begins the prompt, not <bos>
-    model = KVModel(make_model(), tokenizer)
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
-        index.add([Document(f"text-{i}", text) for i, text in enumerate(TEXTS)])
-        engine = KVEngine(index, policy="none", max_tokens=4)
-        first, edited = (
-            "\n\n".join((*TEXTS[:2], f"Question: {question}")) for question in QUESTIONS[:2]
-        )
-        assert ask(engine, first).report.num_reused > 20
-        again = ask(engine, edited)
-        assert again.report.num_kept > len(engine.prompt_ids("\n\n".join(TEXTS[:2])))
-        alone = ask(KVEngine(index, session_bytes=0), edited, policy="none", max_tokens=4)
-        assert relative_difference(again.logits, alone.logits) < 1e-4
 
 
 def test_another_policy_takes_no_repair(index: Index) -> None:
@@ -244,9 +222,8 @@ class GivenPicks(RecomputePolicy):
     "family", few(3, ["gemma3", "gpt2", "falcon-alibi", "llama", "mistral-sliding"])
 )
 def test_turns_are_as_if_fused_anew_with_the_same_picks(family: str, tmp_path: Path) -> None:
-    model = KVModel(make_model(family), make_tokenizer())
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+    with text_index(tmp_path / "index", family) as index:
+        model = index.model
         engine = KVEngine(index, policy="query", ratio=0.3, max_tokens=6)
         prompt, picks = root_of((1, 0, 2), QUESTIONS[0]), list[int]()
         order: tuple[int, ...] = ()
@@ -261,17 +238,6 @@ def test_turns_are_as_if_fused_anew_with_the_same_picks(family: str, tmp_path: P
             prompt = next_of(prompt, asked.text, order, QUESTIONS[number % 3])
         last = ask(engine, prompt)
         assert last.report.num_kept >= len(engine.prompt_ids(earlier))
-
-
-def test_the_first_chunk_that_is_exact_is_shared(index: Index) -> None:
-    engine = KVEngine(index, max_tokens=2)
-    first = engine.generate(root_of((0, 1), QUESTIONS[0]))
-    assert first.report.num_exact > 20
-    second = engine.generate(root_of((0, 2), QUESTIONS[1]))
-    assert second.report.num_kept > first.report.num_exact
-    # Cut inside, nothing of the chunk is kept: it is another part of its record.
-    third = engine.generate(f"{HEAD}{TEXTS[0][:60]}\n\n{QUESTIONS[1]}")
-    assert 0 < third.report.num_kept <= len(engine.prompt_ids(HEAD))
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -293,22 +259,6 @@ def test_memory_is_bounded_and_the_oldest_go_first(index: Index) -> None:
     assert len(kept_of(engine)) >= 2
     assert engine.generate(prompts[-1]).report.num_kept > 50
     assert engine.generate(prompts[0]).report.num_kept < 20
-
-
-def test_a_long_conversation_stays_in_its_memory(index: Index) -> None:
-    engine = KVEngine(index, max_tokens=4)
-    prompt = root_of((0, 1), QUESTIONS[0])
-    copies = 0
-    for number in range(12):
-        before = kept_of(engine)[-1].kv.storage.data_ptr() if number else 0
-        answer = engine.generate(prompt)
-        (kept,) = kept_of(engine)
-        copies += kept.kv.storage.data_ptr() != before
-        assert kept.kv.capacity <= 1.5 * (len(kept.token_ids) + 1)
-        if number:
-            assert answer.report.num_fresh < 60
-        prompt = next_of(prompt, answer.text, (), QUESTIONS[number % 3])
-    assert copies < 6
 
 
 @pytest.mark.parametrize("session_bytes", [0, 1000])
@@ -380,46 +330,3 @@ def test_an_error_in_fusing_leaves_the_conversation(
     again = engine.generate(longer)
     assert again.report.num_kept >= first.usage.prompt_tokens
     assert again.text == expected.generate(longer).text
-
-
-def test_an_error_in_an_answer_leaves_nothing(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = KVEngine(index, max_tokens=8)
-    stream = engine.stream(root_of((0, 1), QUESTIONS[0]))
-    next(stream)
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(KVModel, "forward_each", failing)
-    with pytest.raises(RuntimeError):
-        list(stream)
-    assert kept_of(engine) == []
-
-
-def test_lost_records_do_not_matter_to_kept_rows(tmp_path: Path, model: KVModel) -> None:
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-        engine = KVEngine(index, max_tokens=4)
-        prompt = root_of((0, 1), QUESTIONS[0])
-        first = engine.generate(prompt)
-        index.delete(sources=["text-1"])
-        second = engine.generate(next_of(prompt, first.text, (), QUESTIONS[1]))
-        assert second.report.num_kept >= first.usage.prompt_tokens
-        # Anew, the chunk is not found, so its repair is not taken either.
-        again = engine.generate(root_of((0, 1), QUESTIONS[2])).report
-        assert 0 < again.num_kept <= len(engine.prompt_ids(HEAD + TEXTS[0] + "\n\n"))
-        assert again.num_kept + again.num_fresh == again.num_tokens
-
-
-def test_a_model_that_moved_gets_a_buffer_where_it_is() -> None:
-    spec, pool, there = KVSpec(2, 1, 4, torch.float32), BufferPool(), torch.device("meta")
-    pool.give_back(pool.take(spec, 4, 8, torch.device("cpu")))
-    assert pool.take(spec, 4, 8, there).storage.device == there
-    old, fuser, earlier, layout = FusedKV(spec, 4, 8), Mock(), Mock(), Mock(token_ids=(0,) * 6)
-    earlier.kept.kv, earlier.goes_on = old, True
-    for device in (there, old.storage.device):
-        fuser._index.model.device = device
-        found = PromptFuser._buffer_after(fuser, earlier, None, layout, 1)
-        assert (found is fuser._new_buffer.return_value) is (device == there)

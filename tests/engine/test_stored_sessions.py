@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag.chunk import ChunkKey, Document
+from kvrag.chunk import ChunkKey
 from kvrag.engine import sessions as module
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_fuser import MISS_LOST
@@ -21,25 +21,19 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.store.base import StoredRecord, StoreWrapper
 from kvrag.store.registry import open_store
-from kvrag_testing.bench_top import TEXTS
 from kvrag_testing.store_contract import stored
 from tests.engine import test_sessions as s
 from tests.support.folders import key_file
 from tests.support.properties import examples
+from tests.support.rag import text_index
 
 ROOM = 1 << 30
-
-
-def make(folder: Path, model: KVModel, **options: Any) -> Index:
-    index = Index.create(folder, model=model, embedding="hashing", **options)
-    index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-    return index
 
 
 @pytest.fixture
 def own(tmp_path: Path, model: KVModel) -> Index:
     """An index of the test's own."""
-    return make(tmp_path / "index", model)
+    return text_index(tmp_path / "index", model)
 
 
 def storing(index: Index, room: int = ROOM, **options: Any) -> KVEngine:
@@ -102,28 +96,6 @@ def test_an_answer_is_that_of_a_conversation_in_memory(
     assert set(store.keys()) - others == chunk_keys(conversations.index)
 
 
-def test_a_long_record_is_not_read_for_a_few_rows(own: Index) -> None:
-    engine = storing(own)
-    tell(engine, s.root_of((1, 0, 2, 3), "Who? " * 60), session="ines")
-    (kept,) = kept_of(engine)
-    few = engine.prompt_ids("Use")
-    assert 0 < len(few) < len(kept.token_ids) / module._READ_FOR_ONE
-    own.store = store = _Counting(own.store)
-    asked = tell(engine, "Use nothing of it.", session="ines")
-    assert (asked.report.num_kept, store.opened.count(kept.key)) == (0, 0)
-
-
-def test_two_engines_share_nothing(own: Index) -> None:
-    one, other = storing(own), storing(own)
-    prompt = s.root_of((0, 1), s.QUESTIONS[0])
-    first = tell(one, prompt)
-    assert tell(other, prompt).report.num_kept == 0
-    other._fuser.stored.close()
-    again = tell(one, s.next_of(prompt, first.text, (), s.QUESTIONS[1]))
-    assert again.report.num_kept > 50
-    assert not again.report.misses
-
-
 # -- bounds --------------------------------------------------------------------------------------
 
 
@@ -143,30 +115,6 @@ def test_the_store_is_bounded_and_the_oldest_go_first(own: Index) -> None:
     assert len(kept_of(engine)) >= 2
     assert tell(engine, prompts[-1]).report.num_kept > 50
     assert tell(engine, prompts[0]).report.num_kept < 20
-
-
-def test_too_large_is_not_written(own: Index) -> None:
-    own.store = store = _Counting(own.store)
-    engine = storing(own, 1000)
-    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
-    assert (engine.stored_bytes, store.num_put) == (0, 0)
-
-
-def test_no_more_waits_than_is_said(own: Index) -> None:
-    engine = storing(own)
-    stored_ones = engine._fuser.stored
-    with stored_ones._working:  # as if a record were being written
-        for number in range(5):
-            s.ask(engine, s.root_of((number % 4,), f"{number}?"))
-    stored_ones.flush()
-    assert len(kept_of(engine)) == module._MAX_WAITING
-
-
-def test_by_default_nothing_is_written(own: Index) -> None:
-    own.store = store = _Counting(own.store)
-    engine = KVEngine(own, max_tokens=4, session_bytes=1)
-    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
-    assert store.num_put == 0
 
 
 # -- damage --------------------------------------------------------------------------------------
@@ -256,26 +204,12 @@ def test_a_store_that_refuses_costs_what_computing_costs(
     assert tell(engine, prompt).report.num_kept > 50
 
 
-def test_a_full_store_gives_room_to_either(tmp_path: Path, model: KVModel) -> None:
-    """A limited store drops what was used least, records of chunks too; nothing is wrong then."""
-    index = make(tmp_path / "index", model)
-    index.close()
-    limit = 600_000
-    with Index.open(index.path, model=model, store=f"{index.store.url}?limit={limit}") as limited:
-        engine, plain = storing(limited), KVEngine(limited, max_tokens=5, session_bytes=0)
-        for number in range(12):
-            prompt = s.root_of((number % 4, (number + 1) % 4), s.QUESTIONS[number % 3])
-            assert tell(engine, prompt, ratio=1.0).text == s.ask(plain, prompt, ratio=1.0).text
-            assert limited.store.size_bytes() <= limit
-        assert limited.store.counts()[0].evictions > 0
-
-
 # -- what is left --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["index", "engine"])
 def test_the_end_removes_everything(tmp_path: Path, model: KVModel, how: str) -> None:
-    index = make(tmp_path / "index", model)
+    index = text_index(tmp_path / "index", model)
     engine = storing(index)
     for number in range(3):
         tell(engine, s.root_of((number,), s.QUESTIONS[number]))
@@ -306,7 +240,7 @@ def test_what_a_killed_process_left_is_garbage_and_no_damage(own: Index) -> None
 def test_a_move_in_the_same_process(tmp_path: Path, model: KVModel, is_own: bool) -> None:
     """The old store keeps nothing of a conversation, and the new one is used from then on."""
     elsewhere = {} if is_own else {"store": f"file:{tmp_path / 'old'}"}
-    with make(tmp_path / "index", model, **elsewhere) as index:
+    with text_index(tmp_path / "index", model, **elsewhere) as index:
         old, engine = index.store.url, storing(index)
         prompt = s.root_of((0, 1), s.QUESTIONS[0])
         first = tell(engine, prompt)
@@ -326,43 +260,6 @@ def test_a_move_in_the_same_process(tmp_path: Path, model: KVModel, is_own: bool
     assert set(open_store(f"file:{tmp_path / 'new'}").keys()) == keys
 
 
-def test_a_move_by_another_process_and_a_kill(tmp_path: Path, model: KVModel) -> None:
-    make(tmp_path / "index", model).close()
-    served = Index.open(tmp_path / "index", model=model)
-    engine = storing(served)
-    prompt = s.root_of((0, 1), s.QUESTIONS[0])
-    first = tell(engine, prompt)
-    own = served.store.url
-    with Index.open(tmp_path / "index", model=model) as other:
-        other.upkeep.move(f"file:{tmp_path / 'new'}")
-    # The process goes on in the old store: what it had there is lost, and the answer is right.
-    second = s.next_of(prompt, first.text, (), s.QUESTIONS[1])
-    lost = tell(engine, second, ratio=1.0)
-    assert lost.text == s.ask(KVEngine(served, max_tokens=5), second, ratio=1.0).text
-    assert lost.report.misses[MISS_LOST] == 1
-    assert tell(engine, second, ratio=1.0).report.num_kept > 50
-    assert len(list(open_store(own).keys())) == len(kept_of(engine)) >= 1
-    engine._fuser.stored._process = -1  # as if it were killed: it removes nothing
-    del engine
-    served.close()
-    with Index.open(tmp_path / "index", model=model) as index:
-        assert index.upkeep.gc().num_records >= 1
-        assert index.upkeep.gc().num_records == 0
-        assert index.upkeep.verify().ok
-    assert list(open_store(own).keys()) == []
-
-
-def test_a_fork_leaves_the_records_of_its_parent(
-    own: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = storing(own)
-    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
-    with monkeypatch.context() as patch:
-        patch.setattr("os.getpid", lambda: -1)
-        engine._fuser.stored.close()
-    assert tell(engine, s.root_of((0, 1), s.QUESTIONS[0])).report.num_kept > 50
-
-
 def test_an_encrypted_index_holds_no_number_of_a_conversation(
     tmp_path: Path, model: KVModel
 ) -> None:
@@ -371,7 +268,7 @@ def test_an_encrypted_index_holds_no_number_of_a_conversation(
     found = {}
     for name, end in (("plain", ""), ("encrypted", f"?key_file={key}")):
         store = f"file:{tmp_path / name / 'kv'}{end}"
-        with make(tmp_path / name / "index", model, store=store) as index:
+        with text_index(tmp_path / name / "index", model, store=store) as index:
             engine = KVEngine(index, max_tokens=5, session_bytes=ROOM, session_store_bytes=ROOM)
             s.ask(engine, s.root_of((0, 1), s.QUESTIONS[0]))
             ((_, kept),) = engine._fuser.sessions._kept

@@ -1,8 +1,6 @@
 """Prompts whose KV is streamed towards a time to first token, from a server that may fail."""
 
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,12 @@ import torch
 from kvrag.chunk import ChunkKey, Document
 from kvrag.codec.container import RecordReader
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.fusion.slices import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
-from kvrag.loading.streaming import ChunkStream, StreamEstimates, Streaming, StreamItem
 from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper, read_whole
 from kvrag.store.file import FileStore
 from kvrag_bench.shapes import random_model, random_text
 from tests.support.proxy import FaultyProxy
-from tests.support.threads import together
 from tests.support.web_server import WebServer
 
 NUM_CHUNKS = 4
@@ -177,43 +172,6 @@ def test_a_server_that_is_killed_in_mid_stream(
     assert 0 <= NUM_CHUNKS - num_reads - report.misses[MISS_UNREADABLE] <= 1
 
 
-def test_a_server_that_ends_while_chunks_are_refined(
-    index: Index, prompt: str, plain: torch.Tensor
-) -> None:
-    """What is there is of use without it."""
-
-    def before(number: int) -> None:
-        if number >= NUM_CHUNKS:
-            raise StoreUnreachableError("gone")
-
-    index.store = Failing(index.store, before)
-    engine = KVEngine(index, **FULL)
-    engine._fuser._estimates.link.expect(
-        20_000.0
-    )  # so slow that a first pass takes the coarsest planes
-    report = check_right(engine, prompt, plain, ttft=3.0)
-    assert report.misses == {}
-    assert set(levels_of(report)) <= {"1/5", "2/5", "3/5", "4/5", "5/5", "text"}
-
-
-def test_a_record_that_is_replaced_in_between(
-    index: Index, behind: FileStore, prompt: str, plain: torch.Tensor
-) -> None:
-    """Never mixed: the rest of a record that is another one now is a miss."""
-
-    def before(number: int) -> None:
-        if number == 0:
-            for key in list(behind.keys()):
-                record = behind.open(key)
-                content = bytearray(read_whole(record))
-                content[40:64] = content[40:64][::-1]  # another header, of the same length
-                behind.replace(key, bytes(content))
-
-    index.store = Failing(index.store, before)
-    report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
-    assert report.misses[MISS_UNREADABLE] >= NUM_CHUNKS - 1
-
-
 def damage(store: FileStore, plane: int) -> None:
     """Change a byte in a plane of every record."""
     for key in list(store.keys()):
@@ -258,124 +216,3 @@ def test_a_bad_line(
                 assert sum(report.misses.values()) == NUM_CHUNKS
             proxy.mode = "good"
             proxy.cut()
-
-
-def test_prompts_at_the_same_time(index: Index, prompt: str, plain: torch.Tensor) -> None:
-    engine = KVEngine(index, **FULL)
-
-    def ask() -> None:
-        for ttft in (5.0, 0.05):
-            check_right(engine, prompt, plain, ttft)
-
-    together(*[ask] * 4)
-    assert sum(engine.stream_counts["deadlines"].values()) == 8
-
-
-def test_every_codec_can_be_streamed(tmp_path: Path) -> None:
-    """Records without planes have one level beside text."""
-    model = random_model("test")
-    text = random_text(model, 100, seed=1)
-    for codec in ("raw", "cachegen:2"):
-        with Index.create(
-            tmp_path / codec,
-            model=model,
-            embedding="hashing",
-            chunk_tokens=100,
-            codec=codec,
-            context="none",
-        ) as index:
-            index.add([Document(source="text", text=text)])
-            engine = KVEngine(index, policy="none", ttft=30.0)
-            fused = engine.fuse(f"{text} and more")
-            assert levels_of(fused.report) == {"1/1": 1}
-            whole = KVEngine(index, policy="none").fuse(f"{text} and more")
-            assert torch.equal(fused.logits, whole.logits)
-
-
-def test_chunks_of_the_middle_of_a_prompt_are_streamed(tmp_path: Path) -> None:
-    model = random_model("test")
-    texts = [random_text(model, 100, seed=seed) for seed in (1, 2)]
-    prompt = "\n\n".join(["Read this.", *texts, "Which of both?"])
-    with Index.create(
-        tmp_path / "index", model=model, embedding="hashing", chunk_tokens=100, context="filler:16"
-    ) as index:
-        index.add([Document(source=text[:9], text=text) for text in texts])
-        for policy in ("two_stage", "query:shift=1"):
-            fused = KVEngine(index, policy=policy, ttft=30.0).fuse(prompt)
-            assert fused.report.num_in_context == 200
-            whole = KVEngine(index, policy=policy).fuse(prompt)
-            assert torch.equal(fused.logits, whole.logits)
-
-
-class Slow:
-    """A chunk of two planes, of which the second comes only when it is cancelled."""
-
-    num_tokens = 10
-    plane_bytes = (5000, 5000)
-    used: int | None = None
-
-    def __init__(self) -> None:
-        self.cancelled = threading.Event()
-
-    def fetch(self, num_planes: int) -> None:
-        if num_planes == 2:
-            assert self.cancelled.wait(20)
-            raise StoreError("broken off")
-
-    def use(self, num_planes: int) -> None:
-        self.used = num_planes
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-
-
-def test_what_comes_too_late_is_broken_off() -> None:
-    chunk: Any = Slow()
-    placed: list[int | None] = []
-    known = StreamEstimates()
-    # Thought so slow that only the first plane is asked for at first; which comes at once.
-    known.link.expect(1e4)
-    stream = ChunkStream(
-        [StreamItem("chunk", chunk, lambda: placed.append(chunk.used))],
-        Streaming(2.0, time.perf_counter(), known),
-        lambda chosen: 1e9 * len(chosen),
-        (StoreError, RecordError),
-        torch.device("cpu"),
-    )
-    (row,) = stream.run()
-    assert (row.num_planes, row.num_bytes, placed) == (1, 5000, [1])
-    assert chunk.cancelled.is_set()
-
-
-class Interrupted(Slow):
-    """A chunk whose caller is interrupted while he waits for its first plane."""
-
-    def fetch(self, num_planes: int) -> None:
-        main = threading.main_thread().ident
-        signal.pthread_kill(main, signal.SIGINT)
-        assert self.cancelled.wait(20)
-        raise StoreError("broken off")
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals to threads")
-def test_an_interrupt_waits_for_no_store() -> None:
-    chunk: Any = Interrupted()
-    stream = ChunkStream(
-        [StreamItem("chunk", chunk, lambda: None)],
-        Streaming(2.0, time.perf_counter(), StreamEstimates()),
-        lambda chosen: 1e9 * len(chosen),
-        (StoreError, RecordError),
-        torch.device("cpu"),
-    )
-    # Whoever started the tests in the background may have had interrupts ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            stream.run()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert chunk.cancelled.is_set()
-    for thread in threading.enumerate():
-        if thread.name.startswith(("kvrag-fetch", "kvrag-decode")):
-            thread.join(20)
-            assert not thread.is_alive()

@@ -67,13 +67,6 @@ def test_what_differs_is_what_transformers_says(engine: KVEngine) -> None:
     assert f"differs from token {found.num_same + 1}" in found.one_line()
 
 
-def test_the_engine_is_as_before(engine: KVEngine) -> None:
-    request = replace(ASKED, policy="none")
-    before = engine.generate(request)
-    verify(engine, request, before)
-    assert engine.generate(request).text == before.text
-
-
 def test_only_greedy_answers_have_another_text(engine: KVEngine) -> None:
     request = replace(ASKED, policy="none", temperature=1.5, seed=3)
     found = verify(engine, request, engine.generate(request))
@@ -91,32 +84,6 @@ def test_the_other_text_ends_at_a_stop_string(engine: KVEngine) -> None:
     answer = engine.generate(request)
     assert stop not in answer.text
     assert verify(engine, stopped, answer).instead == whole[: whole.index(stop)]
-
-
-def test_the_other_text_ends_where_the_window_does(
-    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = engine.index.model
-    monkeypatch.setattr(model, "max_positions", len(engine.prompt_ids(PROMPT)) + 11)
-    request = replace(ASKED, policy="none", max_tokens=200)
-    answer = engine.generate(request)
-    assert answer.usage.completion_tokens == 11
-    found = verify(engine, request, answer).instead
-    assert found == engine.generate(PROMPT, reuse=False, max_tokens=200).text != ""
-
-
-def test_the_other_text_may_end_where_they_differ(
-    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = replace(ASKED, prompt=f"{PROMPT} And the clock", policy="none")
-    num_same = verify(engine, request, engine.generate(request)).num_same
-    assert num_same > 0
-    full = replace(request, reuse=False)
-    ends = [2, engine.generate(full).logprobs[num_same].token_id]
-    monkeypatch.setattr(engine.index.model.hf.generation_config, "eos_token_id", ends)
-    expected = engine.generate(full)
-    assert (expected.finish_reason, len(expected.logprobs)) == ("stop", num_same)
-    assert verify(engine, request, engine.generate(request)).instead == expected.text != ""
 
 
 def test_what_cannot_be_verified(engine: KVEngine) -> None:
@@ -171,27 +138,6 @@ def test_audits_wait_for_idle_time(engine: KVEngine, monkeypatch: pytest.MonkeyP
     some.add(ASKED, engine.generate(replace(ASKED, reuse=False)))  # nothing to verify
     some.work(Idle())
     assert len(found) == 20
-
-
-def test_an_answer_that_is_interrupted_is_tried_again(engine: KVEngine) -> None:
-    some, found = audits(engine)
-    some.add(ASKED, engine.generate(ASKED))
-    idle, asked = Idle(), 0
-
-    def is_wanted() -> bool:  # the first time, not even a layer
-        nonlocal asked
-        asked += 1
-        return asked > 2
-
-    idle.is_wanted = is_wanted  # type: ignore[method-assign]
-    idle.check = lambda: None  # type: ignore[method-assign]
-    some.work(idle)
-    assert len(found) == 1
-    assert found[0] is not None
-    idle.is_wanted = lambda: False  # type: ignore[method-assign]
-    some.add(ASKED, engine.generate(ASKED))
-    some.work(idle)
-    assert found[1:] == [None]
 
 
 def test_the_error_of_one_answer_is_its_own(

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from openai import OpenAI
 
 from kvrag.chunk import Document
 from kvrag.cli.upkeep import stats
 from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
-from kvrag.engine.request import Request
 from kvrag.engine.verify import to_verify, verify
 from kvrag.errors import (
     EngineError,
@@ -32,11 +30,9 @@ from kvrag.models.families import WHOLE
 from kvrag.models.kv_model import State
 from kvrag.models.tokens import num_equal
 from kvrag.pml.engine import PMLEngine
-from kvrag.server.service import about
 from kvrag.tune.calibrate import calibrate
 from kvrag.tune.stores import PriceTable, measure_and_choose
 from kvrag_testing.bench_top import TEXTS
-from tests.support.api_server import serving
 from tests.support.models import make_model, make_tokenizer
 
 DOCUMENTS = [Document(f"doc-{number}", text) for number, text in enumerate(TEXTS)]
@@ -146,51 +142,6 @@ def test_a_conversation_without_its_passages_goes_on_from_the_last_history(index
         turns.append({"role": "assistant", "content": answer.text})
 
 
-def test_expected_seconds_are_those_of_tokens_that_are_computed(lfm2: Index) -> None:
-    engine = KVEngine(lfm2, max_tokens=1)
-    prompt = "What is said of the tower in the north? " * 12
-    engine.generate(prompt)
-    engine.generate(prompt[:-100] + QUESTION)  # the first one also waited for memory
-    num_tokens = len(engine.prompt_ids(prompt))
-    asked, new = Request(prompt).over(engine.defaults), Request(prompt, session="of another")
-    first = engine.expected_seconds(asked, 0, num_tokens)
-    for _ in range(40):
-        assert engine.generate(prompt).report.num_fresh == 1
-    after = engine.expected_seconds(asked, 0, num_tokens)
-    assert first / 8 < after < 8 * first
-    # A prompt is due by what is computed of it.
-    layout = engine.fuse(prompt).layout
-    due = [engine._fuser.due_seconds(one, engine._choice(asked), layout) for one in (asked, new)]
-    assert due == [engine.expected_seconds(asked, 0, number) for number in (1, num_tokens)]
-
-
-def test_streams_stop_words_and_sampling_are_those_of_other_models(lfm2: Index) -> None:
-    engine = KVEngine(lfm2, max_tokens=24)
-    whole = engine.generate(QUESTION).text
-    assert "".join(one.text for one in engine.stream(QUESTION)) == whole
-    stop = whole[len(whole) // 2 :][:2]
-    assert engine.generate(QUESTION, stop=[stop]).text == whole[: whole.index(stop)]
-    drawn = [engine.generate(QUESTION, temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    both = engine.generate_batch([QUESTION, "What did she write?"])
-    assert both[0].text == whole
-
-
-def test_an_openai_client_is_served(lfm2: Index) -> None:
-    engine = KVEngine(lfm2, max_tokens=8)
-    with (
-        serving(lfm2, engine=engine) as served,
-        OpenAI(base_url=served.url, api_key="none", max_retries=0) as client,
-    ):
-        asked = {"model": "rag:index", "messages": [{"role": "user", "content": QUESTION}]}
-        first = client.chat.completions.create(**asked)  # type: ignore[call-overload]
-        pieces = client.chat.completions.create(**asked, stream=True)  # type: ignore[call-overload]
-        text = "".join(one.choices[0].delta.content or "" for one in pieces if one.choices)
-        assert text == first.choices[0].message.content
-        again = client.chat.completions.create(**asked)  # type: ignore[call-overload]
-        assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
-
-
 def test_verifying_finds_full_prefill(lfm2: Index) -> None:
     engine = KVEngine(lfm2, max_tokens=8)
     request = to_verify(engine.question(QUESTION, max_tokens=8))
@@ -242,15 +193,6 @@ def test_what_measures_or_writes_kv_is_refused_at_the_start(
     assert lfm2.stats().bytes_per_token == 0
 
 
-def test_only_policies_that_are_taken_are_offered(lfm2: Index) -> None:
-    engine = KVEngine(lfm2)
-    allowed = {"keeps_history": False, "can_upload": False}
-    offered = about(engine, "lfm2", "rag:index", 4, **allowed).policies
-    for policy in offered:
-        engine.generate(QUESTION, policy=policy, max_tokens=1)
-    assert sorted(offered) == ["none", "two_stage"]
-
-
 def test_upkeep_misses_no_record(lfm2: Index) -> None:
     report = lfm2.upkeep.verify(repair=True)
     assert not report.problems
@@ -263,45 +205,6 @@ def test_upkeep_misses_no_record(lfm2: Index) -> None:
     with Index.open(path) as opened:
         assert opened.stats().num_records == 0
         assert opened.config.compression == "text"
-
-
-def test_a_prompt_too_large_for_the_room_takes_no_place_and_no_copy(
-    lfm2: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies: list[int] = []
-    copied = State.copy
-
-    def counted(self: State) -> State:
-        copies.append(len(self.token_ids))
-        return copied(self)
-
-    short, long = QUESTION, "word " * 180
-    engine = KVEngine(lfm2, max_tokens=2)
-    engine.generate(short)
-    room = 3 * engine.kept_bytes
-    engine = KVEngine(lfm2, max_tokens=2, session_bytes=room)
-    engine.generate(short)
-    kept = engine.kept_bytes
-    monkeypatch.setattr(State, "copy", counted)
-    engine.generate(long)
-    assert (copies, engine.kept_bytes) == ([], kept)
-    again = engine.generate(short).report
-    assert again.num_kept == again.num_tokens - 1
-
-
-def test_a_prompt_goes_with_its_answer(lfm2: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[State, State | None]] = []
-
-    def keep(_: Beginnings, __: str | None, state: State, before: State | None = None) -> None:
-        seen.append((state, before))
-
-    monkeypatch.setattr(Beginnings, "keep", keep)
-    engine = KVEngine(lfm2, max_tokens=3)
-    num_tokens = engine.generate(QUESTION).report.num_tokens
-    (prompt, none), (answered, before) = seen
-    assert len(prompt.token_ids) == num_tokens - 1
-    assert answered.token_ids[: num_tokens - 1] == prompt.token_ids
-    assert (none, before) == (None, prompt)
 
 
 def test_the_least_recently_used_beginning_is_dropped_first() -> None:

@@ -86,29 +86,12 @@ def test_what_evicts_nothing_equals_the_full_cache(family: str, implementation: 
     assert report.num_tokens == 3 * (39 + num_new) - num_padding
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_types_stay_near_the_full_cache(dtype: torch.dtype) -> None:
-    model = model_of("llama", "sdpa", dtype)
-    ids, mask = prompts(1)
-    _, logits = generate(model, ids, mask, 1, DynamicCache(config=model.config))
-    cache = EvictingCache(model, KeepAll())
-    token = logits[:, -1].argmax(-1, keepdim=True)
-    with torch.no_grad():
-        plain = model(torch.cat([ids, token], dim=1)).logits[:, -1]
-        with cache.attending(model):
-            model(ids, **{CACHE_ARGUMENT: cache})
-            stepped = model(token, **{CACHE_ARGUMENT: cache}).logits[:, -1]
-    exact = make_model("llama")(torch.cat([ids, token], dim=1)).logits[:, -1]
-    off = (plain.float() - exact).abs().max()
-    assert (stepped.float() - exact).abs().max() < 2 * off + 1e-3
-
-
 class SlowAttention:
     """Attention with a loop for everything, over all keys, of which some count no more."""
 
-    def __init__(self, num_kv_heads: int, window: int, recent: int) -> None:
+    def __init__(self, num_kv_heads: int, *rule: float) -> None:
         self.heads: dict[tuple[int, int, int], SlowCorm] = {}
-        self._new = lambda: SlowCorm(window, recent)
+        self._new = lambda: SlowCorm(*rule)
         self._num_kv_heads = num_kv_heads
 
     def __call__(
@@ -160,12 +143,17 @@ class SlowAttention:
         return output.transpose(1, 2).contiguous(), None
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
-def test_corm_equals_slow_attention_that_forgets(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "window", "recent", "threshold"),
+    [("llama", 6, 4, 1.0), ("llama", 40, 3, 4.0), ("gemma2", 5, 7, 2.0), ("gemma3", 6, 4, 1.0)],
+)
+def test_corm_equals_slow_attention_that_forgets(
+    family: str, window: int, recent: int, threshold: float
+) -> None:
     """Tokens, logits, and every head's keys, in a batch with padding and with sliding windows."""
     model = model_of(family, "eager")
     ids, mask = prompts(2, 36)
-    slow = SlowAttention(2, window=6, recent=4)
+    slow = SlowAttention(2, window, recent, threshold)
     AttentionInterface.register("slow_corm", slow)
     AttentionMaskInterface.register("slow_corm", eager_mask)
     model.config._attn_implementation = "slow_corm"
@@ -173,20 +161,20 @@ def test_corm_equals_slow_attention_that_forgets(family: str) -> None:
     cache = DynamicCache()
     tokens, logits = generate(model, ids, mask, 14, cache)
     model.config._attn_implementation = "eager"
-    policy = make_eviction("corm:window=6:recent=4")
+    policy = make_eviction(f"corm:window={window}:recent={recent}:threshold={threshold}")
     kept, kept_logits, evicted = evicting(model, ids, mask, 14, policy)
     assert torch.equal(kept, tokens)
     torch.testing.assert_close(kept_logits, logits, atol=5e-5, rtol=0)
-    window = getattr(model.config, "sliding_window", None)
+    sliding = getattr(model.config, "sliding_window", None)
     types = getattr(model.config, "layer_types", None) or ["full_attention"] * 4
     for layer_index, kind in enumerate(types):
         for head, places in enumerate(evicted.kept(layer_index)):
             prompt, own = divmod(head, 2)
             alive = {p - 7 * prompt for p in slow.heads[layer_index, prompt, own].alive}
             if kind == "sliding_attention":
-                alive = {p for p in alive if p > 49 - 7 * prompt - window}
+                alive = {p for p in alive if p > 49 - 7 * prompt - sliding}
             assert set(places.tolist()) == alive
-    assert 0.1 < evicted.report().kept_share < 0.9
+    assert 0.1 < evicted.report().kept_share < 0.95
 
 
 @pytest.mark.parametrize(
@@ -230,23 +218,6 @@ def test_several_tokens_at_once_are_as_one_after_another(policy: str) -> None:
     for layer_index in range(4):
         for one, other in zip(step.kept(layer_index), whole.kept(layer_index), strict=True):
             assert torch.equal(one, other)
-
-
-def test_positions_stay_true() -> None:
-    """With two keys left of sixty, the next token stands at position 60, not at 2."""
-    model = model_of("llama", "eager")
-    ids, _ = prompts(1, 60)
-    cache = EvictingCache(model, "streaming:sinks=1:recent=1")
-    allowed = torch.full((1, 1, 61, 61), torch.finfo(torch.float32).min).triu(1)
-    allowed[..., 60, 1:59] = torch.finfo(torch.float32).min
-    token = torch.tensor([[7]])
-    with torch.no_grad():
-        wanted = model(torch.cat([ids, token], dim=1), attention_mask=allowed).logits[0, -1]
-        with cache.attending(model):
-            model(ids, **{CACHE_ARGUMENT: cache})
-            found = model(token, **{CACHE_ARGUMENT: cache}).logits[0, -1]
-    torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
-    assert cache.get_seq_length() == 61
 
 
 def test_what_is_forgotten_leaves_memory() -> None:

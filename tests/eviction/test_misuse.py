@@ -8,28 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.errors import ParameterError, UnsupportedModelError
-from kvrag.eviction.base import HeldKeys
-from kvrag.eviction.cache import EvictingCache, RaggedKV, Score, attend_ragged
+from kvrag.eviction.cache import EvictingCache
 from kvrag.models.writers import CACHE_ARGUMENT
 from tests.eviction.policies import KeepAll
 from tests.eviction.test_cache import PAD, evicting, generate, model_of, prompts
 from tests.support.models import OTHER_POSITIONS, make_model
-
-
-def test_capped_scores_give_nothing_to_keys_that_a_head_does_not_hold() -> None:
-    torch.manual_seed(0)
-    keys, values, query = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), torch.randn(2, 3, 4)
-    held = torch.arange(6) < torch.tensor([[6], [3]])
-    column = torch.full((2, 1), 6)
-    places = torch.arange(6).repeat(2, 1)
-    known = HeldKeys(places, held, torch.zeros(2, 6), column, column, torch.zeros_like(column))
-    # A cap as low as the scores: what is capped to -1 would draw much.
-    score = Score(0.5, softcap=1.0)
-    output, weights = attend_ragged(query, RaggedKV(keys, values, known), score)
-    assert torch.equal(weights[1, :, 3:], torch.zeros(3, 3))
-    expected = torch.tanh(query[1] * 0.5 @ keys[0, 1, :3].T).softmax(-1)
-    torch.testing.assert_close(weights[1, :, :3], expected)
-    torch.testing.assert_close(output[1], expected @ values[0, 1, :3])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3"])

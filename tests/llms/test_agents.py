@@ -10,7 +10,7 @@ from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import BaseTool, create_retriever_tool
 from llama_index.core import PromptTemplate
-from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import RetrieverTool
 from pydantic import BaseModel
@@ -98,18 +98,6 @@ def test_an_agent_with_a_structured_answer(
     assert result["structured_response"] == Keeper(name="Ines", since=1987)
 
 
-def test_hidden_tools_and_plain_text(
-    rag: Rag, monkeypatch: pytest.MonkeyPatch, chat: ChatKVRag, passages: BaseTool
-) -> None:
-    prompts = follow(monkeypatch, rag, lambda prompt: call(query="x"))
-    hidden = chat.bind_tools([passages], tool_choice="none").invoke(QUESTION)
-    assert not hidden.tool_calls
-    assert hidden.text == call(query="x")
-    assert "passages" not in prompts[0]
-    with pytest.raises(ParameterError, match="pass messages"):
-        KVRagLLM(index=rag.index).invoke("a", tools=[{"function": {"name": "b"}}])
-
-
 def test_structured_output_keeps_the_raw_answer(
     rag: Rag, monkeypatch: pytest.MonkeyPatch, chat: ChatKVRag
 ) -> None:
@@ -179,21 +167,6 @@ async def test_llamaindexs_function_agent(
     result = await agent.run(QUESTION)
     assert str(result) == ANSWER
     assert [one.tool_name for one in result.tool_calls] == ["passages"]
-    assert "Ines keeps the harbour ledger of Varn." in prompts[-1]
-
-
-@ignore_their_warnings
-async def test_llamaindexs_react_agent(
-    rag: Rag, monkeypatch: pytest.MonkeyPatch, llm: LlamaIndexLLM, retriever_tool: RetrieverTool
-) -> None:
-    def react(prompt: str) -> str:
-        if "Observation: " in prompt.partition(QUESTION)[2]:
-            return "Thought: I can answer.\nAnswer: " + ANSWER
-        return 'Thought: I look.\nAction: passages\nAction Input: {"input": "harbour ledger"}'
-
-    prompts = follow(monkeypatch, rag, react)
-    result = await ReActAgent(tools=[retriever_tool], llm=llm).run(QUESTION)
-    assert str(result) == ANSWER
     assert "Ines keeps the harbour ledger of Varn." in prompts[-1]
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from kvrag.fusion.decoding import RowDecoder
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM
-from kvrag.llms.llamaindex import KVRagLLM as LlamaIndexLLM
 from tests.support.rag import Rag, rag
 
 __all__ = ["rag"]
@@ -40,19 +39,6 @@ def test_langchain(rag: Rag, model_class: Any, sizes: list[int]) -> None:
     assert max(sizes) > 1
     sizes.clear()
     assert [_text(one) for one in asyncio.run(llm.abatch(PROMPTS))] == one_by_one
-    assert max(sizes) > 1
-
-
-def test_llama_index(rag: Rag, sizes: list[int]) -> None:
-    llm = LlamaIndexLLM(index=rag.index, max_tokens=60)
-    one_by_one = [llm.complete(prompt).text for prompt in PROMPTS]
-    sizes.clear()
-
-    async def main() -> list[str]:
-        answers = await asyncio.gather(*(llm.acomplete(prompt) for prompt in PROMPTS))
-        return [one.text for one in answers]
-
-    assert asyncio.run(main()) == one_by_one
     assert max(sizes) > 1
 
 

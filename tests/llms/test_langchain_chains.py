@@ -3,26 +3,18 @@
 from typing import Any
 
 import pytest
-from langchain.agents import create_agent
-from langchain.agents.middleware import ModelRequest, dynamic_prompt, wrap_model_call
-from langchain_classic.agents import AgentExecutor, create_react_agent
-from langchain_classic.agents.output_parsers import ReActSingleInputOutputParser
 from langchain_classic.chains import (
-    RetrievalQA,
     create_history_aware_retriever,
     create_retrieval_chain,
 )
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_core.agents import AgentAction, AgentFinish
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.language_models import GenericFakeChatModel
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.outputs import LLMResult
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
-from langchain_core.tools import create_retriever_tool
 
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM
 from kvrag.retrievers.langchain import KVRagRetriever
@@ -79,17 +71,6 @@ def lcel(llm: Any, retriever: KVRagRetriever, _: Calls) -> Any:
     return given | PLAIN | llm | StrOutputParser()
 
 
-def stuffed(llm: Any, retriever: KVRagRetriever, _: Calls) -> Any:
-    return {"context": retriever, "question": RunnablePassthrough()} | (
-        create_stuff_documents_chain(llm, PLAIN)
-    )
-
-
-def retrieval_qa(llm: Any, retriever: KVRagRetriever, _: Calls) -> Any:
-    chain = RetrievalQA.from_chain_type(llm, retriever=retriever)
-    return RunnableLambda(lambda question: {"query": question}) | chain
-
-
 def retrieval_chain(llm: Any, retriever: KVRagRetriever, _: Calls) -> Any:
     prompt = ChatPromptTemplate.from_messages(
         [("system", "Use the context to answer.\n\n{context}"), ("human", "{input}")]
@@ -113,69 +94,12 @@ def history_aware(llm: Any, retriever: KVRagRetriever, _: Calls) -> Any:
     return RunnableLambda(lambda question: {"input": question, "chat_history": history}) | chain
 
 
-def react_agent(llm: Any, retriever: KVRagRetriever, calls: Calls) -> Any:
-    """A text agent; only the parsing is scripted, since a random model decides nothing."""
-
-    class Script(ReActSingleInputOutputParser):
-        def parse(self, text: str) -> AgentAction | AgentFinish:
-            if len(calls.texts) == 1:
-                return AgentAction("passages", QUESTION, f"{text}\nAction: passages")
-            return AgentFinish({"output": text}, text)
-
-    tool = create_retriever_tool(retriever, "passages", "Passages about Varn.")
-    prompt = PromptTemplate.from_template(
-        "Tools: {tools} ({tool_names})\nQuestion: {input}\nThought:{agent_scratchpad}"
-    )
-    agent = create_react_agent(llm, [tool], prompt, output_parser=Script())
-    return RunnableLambda(lambda question: {"input": question}) | AgentExecutor(
-        agent=agent, tools=[tool]
-    )
-
-
-def middleware(llm: Any, retriever: KVRagRetriever, _: Calls) -> Any:
-    @dynamic_prompt
-    def with_context(request: ModelRequest) -> str:
-        return "Answer from this:\n\n" + join(retriever.invoke(request.messages[-1].text))
-
-    agent = create_agent(llm, tools=[], middleware=[with_context])
-    return RunnableLambda(lambda question: {"messages": [HumanMessage(question)]}) | agent
-
-
-def tool_agent(llm: Any, retriever: KVRagRetriever, _: Calls) -> Any:
-    """One model plans (scripted here), ours answers from what the tool returned."""
-
-    class Planner(GenericFakeChatModel):
-        def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
-            return self
-
-    tool = create_retriever_tool(
-        retriever, "passages", "Passages about Varn.", response_format="content_and_artifact"
-    )
-    plan = AIMessage("", tool_calls=[{"name": tool.name, "args": {"query": QUESTION}, "id": "1"}])
-
-    @wrap_model_call
-    def answer_from_passages(request: ModelRequest, handler: Any) -> Any:
-        last = request.messages[-1]
-        if not isinstance(last, ToolMessage):
-            return handler(request)
-        message = HumanMessage(f"{last.text}\n\nQuestion: {QUESTION}")
-        return handler(request.override(model=llm, tools=[], messages=[message]))
-
-    agent = create_agent(
-        Planner(messages=iter([plan])), tools=[tool], middleware=[answer_from_passages]
-    )
-    return RunnableLambda(lambda question: {"messages": [HumanMessage(question)]}) | agent
-
-
-TEXT, CHAT = KVRagLLM, ChatKVRag
-
-
 @pytest.mark.parametrize("ratio", [None, 1.0], ids=["default", "exact"])
 @pytest.mark.parametrize(
     ("model_class", "build"),
     [
-        *((TEXT, build) for build in (lcel, stuffed, retrieval_qa, react_agent)),
-        *((CHAT, build) for build in (retrieval_chain, history_aware, middleware, tool_agent)),
+        (KVRagLLM, lcel),
+        *((ChatKVRag, build) for build in (retrieval_chain, history_aware)),
     ],
 )
 def test_a_chain_reuses_its_passages_and_answers_as_transformers_does(
@@ -194,12 +118,3 @@ def test_a_chain_reuses_its_passages_and_answers_as_transformers_does(
         assert report["num_cached"] > 50
     else:
         assert answer == rag.plain_answer(calls.prompts[-1], MAX_TOKENS)
-
-
-async def test_lcel_async_stream_and_batch(rag: Rag) -> None:
-    llm = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS)
-    chain = lcel(llm, KVRagRetriever(index=rag.path, k=3), Calls())
-    pieces = [piece async for piece in chain.astream(QUESTION)]
-    assert "".join(pieces) == chain.invoke(QUESTION)
-    questions = [QUESTION, "Who repairs the clock?"]
-    assert chain.batch(questions) == [chain.invoke(question) for question in questions]

@@ -99,13 +99,3 @@ def test_calls_replace_what_was_constructed(rag: Rag, llm: KVRagLLM) -> None:
     drawn = [llm.invoke("Hello", temperature=1.5, seed=seed) for seed in (1, 1, 2, 3)]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) > 1
-
-
-def test_unknown_parameters(rag: Rag, llm: KVRagLLM) -> None:
-    recorder = Recorder()
-    for call in (llm.invoke, lambda *a, **k: list(llm.stream(*a, **k))):
-        with pytest.raises(ValueError, match="max_new_tokens"):
-            call("Hello", config={"callbacks": [recorder]}, max_new_tokens=3)
-    assert len(recorder.errors) == 2
-    with pytest.raises(ValueError, match="temprature"):
-        KVRagLLM(index=str(rag.path), temprature=1.0)

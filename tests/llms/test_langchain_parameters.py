@@ -4,7 +4,6 @@ import asyncio
 import copy
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,14 +22,11 @@ from langchain_core.messages import (
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexMismatchError, IndexNotFoundError, ParameterError, StoreError
-from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM, to_turns
 from kvrag.llms.llamaindex import KVRagLLM as LlamaIndexLLM
 from kvrag.llms.settings import PER_CALL
 from kvrag.llms.vllm.engine import VLLMSettings
-from kvrag.models.kv_model import KVModel
-from tests.fusion.test_links import make_links
 from tests.support.rag import PASSAGES, Rag, save_model
 
 PROMPT = f"{PASSAGES['ledger']}\n\n{PASSAGES['clock']}\n\nWho keeps the ledger?"
@@ -95,44 +91,6 @@ def test_identity_holds_all_that_changes_an_answer(rag: Rag, llm: KVRagLLM) -> N
         other = KVRagLLM(**{**common, name: value})
         assert other._identifying_params[name if name != "stop" else "default_stop"] == value
         assert other._identifying_params != identity, name
-
-
-@pytest.mark.parametrize("model_class", [KVRagLLM, LlamaIndexLLM])
-def test_a_time_to_first_token(rag: Rag, model_class: Any) -> None:
-    report = model_class(index=rag.path, max_tokens=2, ttft=30.0).answers([PROMPT], {})[0].report
-    assert report.stream.is_met
-    assert model_class(index=rag.path, max_tokens=2).answers([PROMPT], {})[0].report.stream is None
-    for wrong in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="ttft"):
-            model_class(index=rag.path, ttft=wrong)
-    settings = model_class(index=rag.path, ttft=30.0)
-    assert settings.identity() != model_class(index=rag.path).identity()
-
-
-@pytest.fixture
-def folder_with_links(rag: Rag) -> Iterator[Path]:
-    """The model's folder, with links in it for the time of a test."""
-    path = rag.model_folder / FILE_NAME
-    make_links(KVModel.load(rag.model_folder)).save(path)
-    yield rag.model_folder
-    path.unlink()
-
-
-def test_identity_and_caches_tell_links_apart(
-    rag: Rag, folder_with_links: Path, tmp_path: Path
-) -> None:
-    cache = InMemoryCache()
-
-    def make(**settings: Any) -> KVRagLLM:
-        settings = {"index": rag.path, "max_tokens": 8, "policy": "none", **settings}
-        return KVRagLLM(**settings, cache=cache)
-
-    linked, off = make(), make(links="off")
-    named = shutil.copy(folder_with_links / FILE_NAME, tmp_path / "mine")
-    assert linked._identifying_params != off._identifying_params
-    assert linked._identifying_params == make(links=named)._identifying_params
-    assert linked.invoke(PROMPT) == linked.answers([PROMPT], {})[0].text
-    assert off.invoke(PROMPT) == off.answers([PROMPT], {})[0].text != linked.invoke(PROMPT)
 
 
 def test_identity_needs_no_weights_and_no_index(tmp_path: Path) -> None:
@@ -201,20 +159,6 @@ def test_another_model_is_refused(rag: Rag, llm: KVRagLLM, tmp_path: Path) -> No
     save_model(tmp_path / "other", seed=1)
     with pytest.raises(IndexMismatchError):
         llm.invoke("Hello", model=str(tmp_path / "other"))
-
-
-def test_index_and_model_are_shared(rag: Rag) -> None:
-    first, second = KVRagLLM(index=rag.path), ChatKVRag(index=str(rag.path))
-    assert first.engine().index is second.engine().index
-    assert KVRagLLM(index=rag.index).engine().index is rag.index
-
-
-def test_device(rag: Rag) -> None:
-    on_cpu = KVRagLLM(index=rag.path, max_tokens=2, device="cpu")
-    assert on_cpu.invoke(PROMPT) == KVRagLLM(index=rag.path, max_tokens=2).invoke(PROMPT)
-    assert on_cpu.engine().index.model.device.type == "cpu"
-    with pytest.raises(ParameterError, match="device 'nonsense'"):
-        KVRagLLM(index=rag.path, device="nonsense").invoke(PROMPT)
 
 
 def test_a_folder_made_anew_is_another_index(rag: Rag, tmp_path: Path) -> None:

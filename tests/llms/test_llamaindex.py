@@ -98,16 +98,6 @@ def test_query_engine(
             assert text == rag.plain_answer(prompt, MAX_TOKENS)
 
 
-def test_retriever_query_engine(rag: Rag, calls: Calls, ratio: float | None) -> None:
-    llm = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS, ratio=ratio)
-    retriever = KVRagRetriever(rag.path, k=3)
-    response = RetrieverQueryEngine.from_args(retriever, llm=llm).query(QUESTION)
-    assert calls.raws[0]["report"]["num_chunks"] == 3
-    assert len(response.source_nodes) == 3
-    if ratio is not None:
-        assert str(response) == rag.plain_answer(calls.prompts[0], MAX_TOKENS)
-
-
 async def test_async_and_streaming_query(rag: Rag) -> None:
     llm = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS)
     retriever = KVRagRetriever(rag.path, k=3)
@@ -152,12 +142,6 @@ def test_copied_and_pickled_after_use(rag: Rag, caplog: pytest.LogCaptureFixture
     assert restored.index == str(rag.path)
     for other in (restored, copy.deepcopy(llm), llm):
         assert other.complete(QUESTION).text == said
-
-
-def test_neighbouring_turns_of_one_role_are_merged(rag: Rag) -> None:
-    llm = KVRagLLM(index=rag.path, max_tokens=MAX_TOKENS)
-    answer = llm.chat([ChatMessage("Hel"), ChatMessage("lo")]).message.content
-    assert answer == rag.plain_answer([{"role": "user", "content": "Hel\n\nlo"}], MAX_TOKENS)
 
 
 def test_call_parameters(rag: Rag) -> None:

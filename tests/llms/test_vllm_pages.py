@@ -107,23 +107,6 @@ def test_rows_come_to_their_places(backend: str, tokens_first: bool) -> None:
     assert freed == [None]
 
 
-@pytest.mark.parametrize("change", ["dtype", "heads", "width"])
-def test_a_cache_of_another_kind_is_the_backends(
-    monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    written, caches, layer = _pages("FLASH_ATTN")
-    shape = {"heads": (NUM_BLOCKS, 3, BLOCK, 8), "width": (NUM_BLOCKS, 2, BLOCK, 9)}
-    other = caches[0].half() if change == "dtype" else torch.zeros(shape[change])
-    seen: list[torch.Tensor] = []
-    monkeypatch.setattr(layer, "do_kv_cache_update", lambda *given: seen.append(given[3]))
-    written._caches = dict.fromkeys(written._caches, (layer, other))
-    rows = _rows(1, 4)
-    brought = Brought(list(rows[0]), list(rows[1]), None, lambda _: None)
-    list(written.write(_Load((0,), 0, 4), brought))
-    assert [one.data_ptr() for one in seen] == [other.data_ptr()] * SPEC.num_layers
-    assert int(other.count_nonzero()) == 0
-
-
 def test_layers_that_are_missing() -> None:
     names = ["model.layers.0.attn", "model.layers.2.attn"]
     with pytest.raises(EngineError, match="2 caches for the layers 0 to 2"):
@@ -180,32 +163,6 @@ def _serve(seed: int, monkeypatch: pytest.MonkeyPatch, *, gives_up: int | None =
 def test_no_buffer_is_used_again_while_it_is_copied(seed: int, gives_up: int | None) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         _serve(seed, monkeypatch, gives_up=gives_up)
-
-
-def test_the_device_finds_a_buffer_that_is_used_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the event, which the test above is worth nothing without."""
-    give_back = BufferPool.give_back
-    monkeypatch.setattr(BufferPool, "give_back", lambda pool, fused, _: give_back(pool, fused))
-
-    def serve_all() -> None:
-        for seed in range(20):
-            _serve(seed, monkeypatch)
-
-    with pytest.raises(AssertionError):
-        serve_all()
-
-
-def test_a_buffer_that_is_not_kept_stays_until_its_copies_have_run() -> None:
-    device = QueueDevice(0, haste=0.0)
-    pool = BufferPool()
-    large, small = (FusedKV(SPEC, size, size) for size in (8, 4))
-    pool.give_back(large)
-    pool.give_back(small, device.stream().record_event())
-    assert len(pool._leaving) == 1
-    device.finish()
-    taken = pool.take(SPEC, 2, 2, CPU)
-    assert taken.storage.data_ptr() == large.storage.data_ptr()
-    assert not pool._leaving
 
 
 @pytest.mark.parametrize("is_among_others", [False, True])

@@ -21,77 +21,13 @@ TOKENIZER = make_tokenizer()
 PREFIX = (0,)
 
 
-def count(text: str) -> int:
-    return len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
-
-
 def passages_of(layout: SchemaLayout) -> list[Passage]:
     return [Passage(PREFIX, stretch.token_ids) for stretch in layout.stretches]
-
-
-def pieces_of(nodes: tuple[Node, ...]) -> Iterator[Node | None]:
-    """Yield nodes as the template of the tests has them; None where text does not go on."""
-    for node in nodes:
-        if isinstance(node, Turn):
-            yield Text(f"<|{node.role}|>\n", node.location)
-            yield from pieces_of(node.children)
-            yield Text("\n", node.location)
-        elif isinstance(node, Module) and not node.name:
-            yield None
-            yield from pieces_of(node.children)
-            yield None
-        else:
-            yield node
-
-
-def reference(
-    nodes: tuple[Node, ...], start: int, path: tuple[str, ...], found: dict[object, int]
-) -> int:
-    """Walk a schema: texts side by side count together, unions take the longest member."""
-    text = ""
-    for node in (*pieces_of(nodes), None):
-        if isinstance(node, Text):
-            text += node.text
-            continue
-        start += count(text)
-        text = ""
-        if isinstance(node, Parameter):
-            found[path, node.name] = start
-            start += node.length
-        elif isinstance(node, Module):
-            found[(*path, node.name)] = start
-            start = reference(node.children, start, (*path, node.name), found)
-        elif isinstance(node, Union):
-            ends = []
-            for member in node.members:
-                found[(*path, member.name)] = start
-                ends.append(reference(member.children, start, (*path, member.name), found))
-            start = max(ends)
-    return start
 
 
 def laid_out(markup: str) -> tuple[Schema, SchemaLayout]:
     schema = parse_schema(markup)
     return schema, lay_out_schema(schema, TOKENIZER, PREFIX)
-
-
-def check_layout(markup: str) -> None:
-    schema, layout = laid_out(markup)
-    expected: dict[object, int] = {}
-    end = reference(schema.children, len(PREFIX), (), expected)
-    found: dict[object, int] = {path: start for path, (start, _) in layout.extents.items() if path}
-    for stretch in layout.stretches:
-        for slot in stretch.slots:
-            found[stretch.path, slot.name] = stretch.start + slot.offset
-    assert layout.prefix_ids == PREFIX
-    assert found == expected
-    assert layout.num_positions == end
-
-
-@settings(deadline=None, max_examples=trials(1000, 15))
-@given(st.booleans().flatmap(lambda turns: schemas(turns=turns)))
-def test_a_schema_stands_where_the_reference_puts_it(markup: str) -> None:
-    check_layout(markup)
 
 
 @st.composite

@@ -83,69 +83,35 @@ def test_members_that_unions_name_make_a_scaffold() -> None:
 
 
 WRONG = [
-    ("<prompt schema='x'/>", 1, "is not a schema"),
-    ("<schema/>", 1, "has no name"),
-    ("<schema name='1a'/>", 1, "is not a valid name"),
-    ("<schema name='a b'/>", 1, "is not a valid name"),
-    ("<schema name='x\n'/>", 1, "is not a valid name"),
-    ("<schema name='x'>\n<module name='user'/></schema>", 2, "is not a valid name"),
-    ("<schema name='x' cache='false'/>", 1, "attribute 'cache'"),
-    ("<schema name='x'>\n<modul name='a'/></schema>", 2, "<modul> is not known here"),
-    ("<schema name='x'>\n<module name='a'/>\n<module name='a'/></schema>", 3, "second module 'a'"),
-    (
-        "<schema name='x'><module name='a'/>\n<union><module name='a'/></union></schema>",
-        2,
-        "second module 'a'",
-    ),
-    (
-        "<schema name='x'><user><module name='a'/></user>\n<module name='a'/></schema>",
-        2,
-        "second module 'a'",
-    ),
-    ("<schema name='x'>\n<union/></schema>", 2, "empty <union>"),
-    ("<schema name='x'>\n<union>text</union></schema>", 2, "text directly in <union>"),
-    ("<schema name='x'><union>\n<union/></union></schema>", 2, "<union> directly in <union>"),
-    (
-        "<schema name='x'>\n<union scaffold='b'><module name='a'/></union></schema>",
-        2,
-        "not a member of this union",
-    ),
-    ("<schema name='x'>\n<param name='p'/></schema>", 2, "0 lengths"),
-    ("<schema name='x'>\n<param name='p' len='1' length='1'/></schema>", 2, "2 lengths"),
-    ("<schema name='x'>\n<param name='p' len='0'/></schema>", 2, "length='0'"),
-    ("<schema name='x'>\n<param name='p' len='-3'/></schema>", 2, "length='-3'"),
-    ("<schema name='x'>\n<param name='p' len='99999999999'/></schema>", 2, "length='99999999999'"),
-    ("<schema name='x'>\n<param name='p' len='0000000019999999'/></schema>", 2, "a whole number"),
-    (f"<schema name='x'>\n<param name='p' len='{'0' * 5000}1'/></schema>", 2, "a whole number"),
-    ("<schema name='x'>\n<param name='p' len='1'>t</param></schema>", 2, "has contents"),
-    (
-        "<schema name='x'><param name='p' len='1'/>\n<param name='p' len='1'/></schema>",
-        2,
-        "second parameter 'p'",
-    ),
-    ("<schema name='x'><user>\n<system/></user></schema>", 2, "<system> inside <user> (line 1)"),
-    ("<schema name='x'>\n<scaffold modules='a'/></schema>", 2, "no module 'a'"),
-    (
-        "<schema name='x'><module name='a'/>\n<scaffold modules='a a'/></schema>",
-        2,
-        "a scaffold of 1 modules",
-    ),
-    (
-        "<schema name='x'><union><module name='a'/><module name='b'/></union>\n"
-        "<scaffold modules='a b'/></schema>",
-        2,
-        "members of one union",
-    ),
-    ("<schema name='x'>\n<module name='a' src='b'/></schema>", 2, "not a file"),
-    ("<schema name='x'>\n<?php echo ?></schema>", 2, "means nothing here"),
-    ("<schema name='x'>\n<module name='a'></schema>", 2, "mismatched tag"),
-    ("<schema name='x'>\n&nbsp;</schema>", 2, "undefined entity"),
-    ("<schema name='x'>\nif a < b</schema>", 2, "CDATA"),
-    ("", 1, "holds one <schema>"),
-    ("<schema name='x'>\ud800</schema>", 1, "surrogate"),
     *(
         (f"<schema name='x'>{markup}</schema>", line, words)
         for markup, line, words in (
+            ("\n<module name='user'/>", 2, "is not a valid name"),
+            ("\n<modul name='a'/>", 2, "<modul> is not known here"),
+            ("<module name='a'/>\n<union><module name='a'/></union>", 2, "second module 'a'"),
+            ("<user><module name='a'/></user>\n<module name='a'/>", 2, "second module 'a'"),
+            ("\n<union/>", 2, "empty <union>"),
+            ("\n<union>text</union>", 2, "text directly in <union>"),
+            ("\n<union scaffold='b'><module name='a'/></union>", 2, "not a member of this union"),
+            ("\n<param name='p'/>", 2, "0 lengths"),
+            ("\n<param name='p' len='1' length='1'/>", 2, "2 lengths"),
+            ("\n<param name='p' len='0'/>", 2, "length='0'"),
+            ("\n<param name='p' len='99999999999'/>", 2, "length='99999999999'"),
+            (f"\n<param name='p' len='{'0' * 5000}1'/>", 2, "a whole number"),
+            ("<param name='p' len='1'/>\n<param name='p' len='1'/>", 2, "second parameter 'p'"),
+            ("\n<scaffold modules='a'/>", 2, "no module 'a'"),
+            ("<module name='a'/>\n<scaffold modules='a a'/>", 2, "a scaffold of 1 modules"),
+            (
+                "<union><module name='a'/><module name='b'/></union>\n<scaffold modules='a b'/>",
+                2,
+                "members of one union",
+            ),
+            ("\n<module name='a' src='b'/>", 2, "not a file"),
+            ("\n<?php echo ?>", 2, "means nothing here"),
+            ("\n<module name='a'>", 2, "mismatched tag"),
+            ("\n&nbsp;", 2, "undefined entity"),
+            ("\nif a < b", 2, "CDATA"),
+            ("\ud800", 1, "surrogate"),
             (
                 "<user>\n<module name='a'><assistant/></module></user>",
                 2,
@@ -156,11 +122,7 @@ WRONG = [
             ("\n<union><union/></union>", 2, "put it into one, <module name=...><union ..."),
             ("\n<union cache='false'><module name='a'/></union>", 2, "attribute 'cache'"),
             ("\n<parameter name='p' length='2'>x</parameter>", 2, "default text as scaffold='...'"),
-            (
-                "\n<module name='a'><scaffold modules='b c'/></module>",
-                2,
-                "it directly in <schema>",
-            ),
+            ("\n<module name='a'><scaffold modules='b c'/></module>", 2, "it directly in <schema>"),
             ("\n<module name='a'><prompt/></module>", 2, "put the prompt into a separate file"),
             (
                 "<module name='a'/><module name='b' cache='false'/>\n<scaffold modules='a b'/>",
@@ -174,6 +136,13 @@ WRONG = [
             ),
         )
     ),
+    ("<prompt schema='x'/>", 1, "is not a schema"),
+    ("<schema/>", 1, "has no name"),
+    ("<schema name='1a'/>", 1, "is not a valid name"),
+    ("<schema name='a b'/>", 1, "is not a valid name"),
+    ("<schema name='x\n'/>", 1, "is not a valid name"),
+    ("<schema name='x' cache='false'/>", 1, "attribute 'cache'"),
+    ("", 1, "holds one <schema>"),
 ]
 
 

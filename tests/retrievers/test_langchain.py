@@ -143,14 +143,6 @@ def test_store_refuses_unknown_options(store: KVRagVectorStore) -> None:
             call()
 
 
-def test_store_reopens(rag: Rag, store: KVRagVectorStore) -> None:
-    again = KVRagVectorStore.from_texts(
-        [], KVRagEmbeddings("hashing"), path=store.index.path, model=rag.model_folder
-    )
-    assert again.similarity_search("clock", k=10) == store.similarity_search("clock", k=10)
-    again.index.close()
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
     [({"codec": "lossless"}, "codec='packed'"), ({"chunk_tokens": 128}, "chunk_tokens=64")],
@@ -183,17 +175,6 @@ def test_store_made_with_foreign_embeddings(rag: Rag, tmp_path: Path) -> None:
     again.index.close()
     with pytest.raises(IndexMismatchError):
         KVRagVectorStore(tmp_path / "index").similarity_search("fish")
-
-
-def test_embeddings_read_the_whole_of_a_long_text() -> None:
-    embeddings = KVRagEmbeddings("minilm")
-    long = "The ledger lists ships and fees. " * 60
-    one, other = embeddings.embed_documents([long, long + "Green lanterns burn in spring."])
-    assert one != pytest.approx(other, abs=1e-3)
-    assert sum(value**2 for value in other) == pytest.approx(1.0, abs=1e-4)
-    assert embeddings.embed_documents(["short"])[0] == pytest.approx(
-        embeddings.embed_query("short"), abs=1e-5
-    )
 
 
 def test_filters(store: KVRagVectorStore) -> None:

@@ -13,7 +13,6 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvrag.errors import IndexNotFoundError, ParameterError
-from kvrag.ingest.embedding import HashingEmbedding, Vectors
 from kvrag.retrievers.llamaindex import KVRagRetriever
 from tests.support.rag import PASSAGES, Rag
 
@@ -45,21 +44,6 @@ def test_query_by_vector_and_by_several_texts(rag: Rag) -> None:
     assert node.text == PASSAGES["fox"]
     (node,) = retriever.retrieve(QueryBundle("x", custom_embedding_strs=[PASSAGES["book"]] * 2))
     assert node.text == PASSAGES["book"]
-
-
-def test_several_texts_are_embedded_as_questions(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    embed = HashingEmbedding.embed
-
-    def embed_query(self: HashingEmbedding, text: str) -> Vectors:
-        asked.append(text)
-        vector: Vectors = embed(self, [PASSAGES["fox"]])[0]
-        return vector
-
-    monkeypatch.setattr(HashingEmbedding, "embed_query", embed_query)
-    retriever = KVRagRetriever(rag.path, k=1)
-    (node,) = retriever.retrieve(QueryBundle("x", custom_embedding_strs=["one", "two"]))
-    assert (node.text, asked) == (PASSAGES["fox"], ["one", "two"])
 
 
 def test_copied_and_pickled(rag: Rag) -> None:

@@ -1,18 +1,16 @@
 """An index as a LlamaIndex vector store: nodes, filters, pipelines with a document store."""
 
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document, VectorStoreIndex
+from llama_index.core import Document
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import (
-    FilterOperator,
     MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
@@ -21,8 +19,6 @@ from llama_index.core.vector_stores.types import (
 
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.index import Index
-from kvrag.llms.llamaindex import KVRagLLM
-from kvrag.retrievers.llamaindex import KVRagRetriever
 from kvrag.retrievers.llamaindex_store import KVRagEmbedding, KVRagVectorStore
 from tests.support.rag import Rag
 
@@ -49,26 +45,6 @@ NODES = [
 
 def ids(store: KVRagVectorStore, **asked: Any) -> list[str]:
     return store.query(VectorStoreQuery(**{"similarity_top_k": 9, **asked})).ids or []
-
-
-def test_times_in_metadata_and_filters(store: KVRagVectorStore) -> None:
-    east = timezone(timedelta(hours=2))
-    moments: dict[str, Any] = {
-        "n1": datetime(2024, 3, 1, 12, 30),
-        "n2": "2024-03-01T10:00",
-        "n3": datetime(2024, 3, 1, 13, tzinfo=east),
-    }
-    store.add([node(name, f"Fox {name}.", "d", when=when) for name, when in moments.items()])
-    later = MetadataFilter(key="when", operator=FilterOperator.GTE, value="2024-03-01 10:30Z")
-    filters = MetadataFilters(filters=[later])
-    query = {"query_str": "fox", "query_embedding": store.client.embedding.embed_query("fox")}
-    assert sorted(ids(store, filters=filters, **query)) == ["n1", "n3"]
-    assert sorted(one.node_id for one in store.get_nodes(filters=filters)) == ["n1", "n3"]
-    retriever = KVRagRetriever(store.client, k=9, filters=filters)
-    assert len(retriever.retrieve("fox")) == 2
-    wanted = {"when": {"$lt": moments["n3"]}}  # a filter of kvrag's own takes times
-    (found,) = KVRagRetriever(store.client, k=9, filters=wanted).retrieve("fox")
-    assert "n2" in found.text
 
 
 def test_nodes_come_back_as_they_were(store: KVRagVectorStore) -> None:
@@ -153,14 +129,3 @@ def test_a_pipeline_keeps_it_up_to_date(
         assert held() == {"The fox sleeps."}
     else:
         assert len(held()) == 3
-
-
-def test_a_query_engine_over_it_reuses(store: KVRagVectorStore) -> None:
-    store.add(NODES)
-    index = VectorStoreIndex.from_vector_store(store, embed_model=KVRagEmbedding(store.client))
-    engine = index.as_query_engine(
-        llm=KVRagLLM(index=store.client, max_tokens=4), similarity_top_k=2
-    )
-    response = engine.query("Who keeps the harbour ledger?")
-    assert {one.node.ref_doc_id for one in response.source_nodes} <= {"d1", "d2"}
-    assert len(response.source_nodes) == 2

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvrag.chunk import Document
 from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
+from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
 PASSAGES = {
@@ -52,6 +54,15 @@ class Rag:
                 do_sample=False,
             )
         return self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def text_index(folder: Path, model: Any, texts: Sequence[str] = TEXTS, **options: Any) -> Index:
+    """Return a new index of texts, each a document ``text-N``; `model` may name a family."""
+    if isinstance(model, str):
+        model = KVModel(make_model(model), make_tokenizer())
+    index = Index.create(folder, model=model, embedding="hashing", **options)
+    index.add([Document(f"text-{number}", text) for number, text in enumerate(texts)])
+    return index
 
 
 def save_model(folder: Path, seed: int = 0) -> PreTrainedModel:

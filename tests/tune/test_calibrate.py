@@ -12,13 +12,9 @@ from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError, PromptTooLongError
 from kvrag.fusion.controller import Calibration, Cost, Measured
-from kvrag.fusion.layout import ReusedSpan
-from kvrag.fusion.loader import SpanLoader
-from kvrag.fusion.slices import MISS_DAMAGED, LostError
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag.tune.calibrate import CalibrationOptions, calibrate, usual_choice
-from kvrag.tune.stores import load_spans
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
 
@@ -48,22 +44,6 @@ def test_no_question_holds_what_is_stored(tmp_path: Path, monkeypatch: pytest.Mo
         for question in asked:
             assert len(question) > len('What is said about ""?') + 5
             assert engine.fuse(question).report.num_chunks == 0
-
-
-def test_what_a_card_finds_damaged_at_the_end_counts_as_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(self: SpanLoader) -> None:
-        raise LostError(dict.fromkeys(self._records, MISS_DAMAGED))
-
-    with make_index(tmp_path / "i", *TEXTS) as index:
-        (chunk,) = index.get_chunks(index.catalog.chunk_ids_of("text-0"))
-        spans = [ReusedSpan(chunk.chunk_id, 0, 0, len(chunk.token_ids), chunk.contexts[0])]
-        loaded, _ = load_spans(index, spans, len(chunk.token_ids))
-        assert loaded == spans
-        monkeypatch.setattr(SpanLoader, "check", check)
-        loaded, _ = load_spans(index, spans, len(chunk.token_ids))
-        assert loaded == []
 
 
 def test_chunks_of_a_word_cannot_be_asked_about(tmp_path: Path) -> None:

@@ -62,12 +62,6 @@ def test_an_answer_and_its_report(llm: KVRagVLLM, oracle: KVEngine) -> None:
         assert info["report"][name] == report[name], name
 
 
-def test_a_batch_is_answered_at_once(llm: KVRagVLLM, oracle: KVEngine) -> None:
-    prompts = [make_prompt(number, 9 - number) for number in range(6)]
-    wanted = [oracle.generate(one, policy="none", max_tokens=MAX_TOKENS).text for one in prompts]
-    assert llm.batch(prompts) == list(map(whole_characters, wanted))
-
-
 def test_a_stream_is_the_answer_in_pieces(llm: KVRagVLLM, oracle: KVEngine) -> None:
     prompt = make_prompt(2, 0)
     chunks = list(llm._stream(prompt))
@@ -81,17 +75,6 @@ def test_a_stream_that_nobody_reads_on_is_given_up(llm: KVRagVLLM) -> None:
     for _ in llm.stream(make_prompt(2, 0), max_tokens=200):
         break
     assert llm.engine().transport._engine.get_num_unfinished_requests() == 0
-
-
-def test_stops_and_limits_hold(llm: KVRagVLLM, oracle: KVEngine) -> None:
-    prompt = make_prompt(2, 0)
-    whole = oracle.generate(prompt, policy="none", max_tokens=MAX_TOKENS).text
-    stop = whole[len(whole) // 2 :][:2]
-    assert llm.invoke(prompt, stop=[stop]) == whole[: whole.index(stop)]
-    assert (
-        llm.invoke(prompt, max_tokens=2)
-        == oracle.generate(prompt, policy="none", max_tokens=2).text
-    )
 
 
 def test_llamaindex(given: dict[str, Any], oracle: KVEngine, own_event_loop: None) -> None:

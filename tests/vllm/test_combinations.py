@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from typing import Any
 from unittest import mock
 
@@ -49,15 +47,9 @@ def test_speculative_decoding(vllm: Any, served: Index, oracle: KVEngine) -> Non
             assert_same(given(output), wanted)
 
 
-def test_several_answers_fuse_once_and_abandoned_ones_stop(
+def test_several_answers_fuse_once(
     vllm: Any, served: Index, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(vllm, served) as llm:
-        _several_answers(llm, oracle, monkeypatch)
-        _abandoned(llm, oracle, monkeypatch)
-
-
-def _several_answers(llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import SamplingParams
 
     fused: list[int] = []
@@ -76,50 +68,16 @@ def _several_answers(llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
         max_tokens=5,
         extra_args={"kv_transfer_params": NONE.to_params()},
     )
-    with monkeypatch.context() as patching:
-        patching.setattr(KVEngine, "fuse", counting)
-        (output,) = llm.generate(prompt_of(oracle, text), params, use_tqdm=False)
-    assert len(output.outputs) == 4
-    assert len({tuple(one.token_ids) for one in output.outputs}) > 1
-    assert fused == [1]
-    # What was written for all of them is right.
-    (again,) = llm.generate(prompt_of(oracle, text), sampling(NONE), use_tqdm=False)
-    assert_same(given(again), expected(oracle, text, "none"))
-
-
-def _abandoned(llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is given up after its first layer: no more is computed, memory is free again."""
-    from kvrag.models.rows import RowRunner
-
-    begun, go_on = threading.Event(), threading.Event()
-    layers: list[int] = []
-    of_runner = RowRunner.forward
-
-    def slow(self: RowRunner, layer_index: int, *args: Any, **kwargs: Any) -> None:
-        of_runner(self, layer_index, *args, **kwargs)
-        layers.append(layer_index)
-        begun.set()
-        go_on.wait(20)
-
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    assert llm.reset_prefix_cache()
-    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
-    before = free()
-    with monkeypatch.context() as patching:
-        patching.setattr(RowRunner, "forward", slow)
-        engine.add_request("gone", prompt_of(oracle, make_prompt(8, 5)), sampling(NONE))
-        while not begun.is_set():
-            engine.step()
-        assert free() < before
-        engine.abort_request(["gone"])
-        engine.engine_core.engine_core.step_fn()
-        go_on.set()
-        until = time.monotonic() + 60
-        while free() < before and time.monotonic() < until:
-            engine.engine_core.engine_core.step_fn()
-    assert free() == before
-    assert layers == [0]
+    with running(vllm, served) as llm:
+        with monkeypatch.context() as patching:
+            patching.setattr(KVEngine, "fuse", counting)
+            (output,) = llm.generate(prompt_of(oracle, text), params, use_tqdm=False)
+        assert len(output.outputs) == 4
+        assert len({tuple(one.token_ids) for one in output.outputs}) > 1
+        assert fused == [1]
+        # What was written for all of them is right.
+        (again,) = llm.generate(prompt_of(oracle, text), sampling(NONE), use_tqdm=False)
+        assert_same(given(again), expected(oracle, text, "none"))
 
 
 def test_another_connector_beside_it(vllm: Any, served: Index, oracle: KVEngine) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import StoreError
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.settings import ConnectorSettings, RequestParams
-from kvrag.models.kv_model import KVModel
-from tests.support.models import make_model, make_tokenizer
+from kvrag.llms.vllm.settings import RequestParams
 from tests.vllm.conftest import TEXTS, make_prompt, running
 from tests.vllm.reference import (
     ask,
@@ -31,7 +25,6 @@ from tests.vllm.reference import (
 )
 
 PLAIN = RequestParams(reuse=False)
-CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()  # unbound as yet
 MEASURED = POLICIES
 
 
@@ -57,15 +50,6 @@ def test_answers_are_those_of_transformers(llm: Any, oracle: KVEngine, policy: s
     # It is not full prefill that was compared.
     plain = expected(oracle, prompt)
     assert (given(output).logprobs - plain.logprobs).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("num_chunks", range(1, 11))
-def test_any_number_of_chunks(llm: Any, oracle: KVEngine, num_chunks: int) -> None:
-    order = [(7 * place + num_chunks) % 10 for place in range(num_chunks)]
-    prompt = make_prompt(*order)
-    output = ask(llm, oracle, prompt, RequestParams(policy="none"))
-    assert reused(output)["report"]["num_chunks"] == num_chunks
-    assert_same(given(output), expected(oracle, prompt, "none"))
 
 
 def test_an_exact_prefix_is_plain_prefill(llm: Any, oracle: KVEngine) -> None:
@@ -256,14 +240,6 @@ def test_a_store_that_goes_down_in_mid_load_costs_prefill_only(
     _assert_fused(llm, oracle, prompt)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are not told here")
-def test_fusing_takes_the_cores_that_the_process_may(llm: Any) -> None:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    threads = get_kv_transfer_group()._worker_side._threads
-    assert threads.submit(os.sched_getaffinity, 0).result() == CORES
-
-
 def test_a_request_that_is_given_up_while_it_is_fused(
     llm: Any, oracle: KVEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,30 +267,3 @@ def test_a_request_that_is_given_up_while_it_is_fused(
         assert_same(plain, expected(oracle, prompt))
         go_on.set()
     _assert_fused(llm, oracle, prompt)
-
-
-@pytest.mark.usefixtures("vllm")
-def test_the_worker_makes_the_record_of_the_first_chunk(tmp_path: Path) -> None:
-    from kvrag.llms.vllm.connector import WorkerSide, _misses_more
-    from kvrag.llms.vllm.plan import Load, Planner
-
-    model = KVModel.load(make_model(), tokenizer=make_tokenizer())
-    path, settings = tmp_path / "index", ConnectorSettings(str(tmp_path / "index"), policy="none")
-    with Index.create(path, model=model, embedding="hashing", context="filler:40") as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-        worker = WorkerSide(settings, model)
-        prompt_ids = KVEngine(index).prompt_ids(make_prompt(3, 1))
-        plan = Planner(index, settings).plan(prompt_ids, None)
-        reports = []
-        load = Load("one", plan, (), 0, plan.num_tokens)
-        for salt in ("first", "second"):  # each is fused
-            brought = worker._bring(replace(load, plan=replace(plan, salt=salt)))
-            reports.append(brought.report)
-            worker._index.on_demand.flush()
-            brought.release()
-        worker.close()
-    made, loaded = reports
-    assert (made.num_made, made.num_exact) == (loaded.num_exact, loaded.num_made)
-    assert loaded.num_exact > 0
-    # These are the rows that the plan's salt names, so the prompt missed nothing.
-    assert not any(_misses_more(report, plan) for report in reports)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from kvrag.ingest.index import Index
 from kvrag.llms.vllm.settings import RequestParams
 from tests.support.models import make_model, make_tokenizer
 from tests.vllm.conftest import TEXTS, make_prompt, running
-from tests.vllm.reference import ask, assert_same, expected, given, reused, sampling
+from tests.vllm.reference import ask, assert_same, expected, given, reused
 
 POLICIES = ("none", "boundary", "two_stage", "deviation", "gradual")
 
@@ -111,24 +110,3 @@ def test_a_lost_record_is_computed_by_all(llm: Any, oracle: KVEngine, by_heads: 
     else:
         # The stage before does not read that layer: what one of them lacks, the engine computes.
         assert "do not all have" in reused(output)["computed_because"]
-
-
-def test_an_abandoned_request_frees_its_memory(llm: Any, oracle: KVEngine) -> None:
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
-    assert llm.reset_prefix_cache()
-    before = free()
-    for number in range(4):
-        prompt = {"prompt_token_ids": list(oracle.prompt_ids(make_prompt(number, 9)))}
-        engine.add_request(f"gone-{number}", prompt, sampling(RequestParams(policy="two_stage")))
-    engine.step()
-    assert free() < before
-    engine.abort_request([f"gone-{number}" for number in range(4)], internal=False)
-    until = time.monotonic() + 60
-    while free() < before and time.monotonic() < until:
-        engine.engine_core.engine_core.step_fn()
-    assert free() == before
-    prompt = make_prompt(3, 1)
-    output = ask(llm, oracle, prompt, RequestParams(policy="none"))
-    assert_same(given(output), expected(oracle, prompt, "none"))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -117,17 +116,6 @@ def test_a_stream(llm: KVRagVLLM, oracle: KVEngine) -> None:
     report = chunks[-1].generation_info["report"]
     assert report["num_tokens"] == wanted.report.num_tokens
     assert report["num_reused"] > 0
-
-
-def test_a_batch_from_several_threads(llm: KVRagVLLM, oracle: KVEngine) -> None:
-    prompts = [make_prompt(number, 9 - number) for number in range(8)]
-    wanted = [
-        whole_characters(oracle.generate(one, policy="boundary", max_tokens=MAX_TOKENS).text)
-        for one in prompts
-    ]
-    assert llm.batch(prompts) == wanted
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(llm.invoke, prompts)) == wanted
 
 
 def test_what_is_wrong_with_a_request_leaves_the_server_up(llm: KVRagVLLM, url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
@@ -130,34 +129,3 @@ def test_given_up_before_its_turn(
     assert side._last[1]._num_holders == 1
     assert "second" not in asked.outputs
     assert llm.reset_prefix_cache()
-
-
-def test_the_cache_is_forgotten_meanwhile(llm: Any, oracle: KVEngine, half_written: _Asked) -> None:
-    assert not llm.reset_prefix_cache()
-    half_written.add("same", make_prompt(3, 1), NONE)
-    half_written.finish()
-    for name in ("half", "same"):
-        assert_same(given(half_written.outputs[name]), expected(oracle, make_prompt(3, 1), "none"))
-
-
-def test_what_is_half_written_does_not_wait_for_what_is_fused(
-    side: Any, half_written: _Asked, llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    fuse = KVEngine.fuse
-
-    def slow(self: KVEngine, *args: Any, **kwargs: Any) -> Any:
-        go_on.wait(20)
-        return fuse(self, *args, **kwargs)
-
-    waited: list[int] = []
-    monkeypatch.setattr(KVEngine, "fuse", slow)
-    half_written.add("fused", make_prompt(4, 2), NONE)
-    monkeypatch.setattr(
-        "kvrag.llms.vllm.connector.wait", lambda *_, **__: waited.append(len(side._writing))
-    )
-    llm.llm_engine.abort_request(["batch"])
-    while side._writing:
-        half_written.step()
-    assert 1 not in waited
-    go_on.set()

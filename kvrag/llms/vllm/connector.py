@@ -295,7 +295,7 @@ class WorkerSide:
         is_whole = self._part.heads.size == 1
         open_kv = self._index.on_demand.opener(self._index.open_kv, plan.layout, makes=is_whole)
         if not is_whole:
-            open_kv = _of_heads(open_kv, heads)
+            open_kv = partial(_open_heads, open_kv, heads)
         prompt = PlacedPrompt(plan.layout, open_kv)
         fused = self._engine.fuse(prompt, policy=plan.policy, max_tokens=1, is_wanted=is_wanted)
         if fused.kv.storage.is_cuda:
@@ -309,14 +309,12 @@ class WorkerSide:
         )
 
 
-def _of_heads(open_kv: OpenKV, heads: slice) -> OpenKV:
-    """Return what opens only some heads of the records that `open_kv` opens."""
-
-    def open_part(chunk_id: str, context_ids: tuple[int, ...]) -> EncodedChunk | None:
-        record = open_kv(chunk_id, context_ids)
-        return None if record is None else HeadRange(record, heads)
-
-    return open_part
+def _open_heads(
+    open_kv: OpenKV, heads: slice, chunk_id: str, context_ids: tuple[int, ...]
+) -> EncodedChunk | None:
+    """Open some heads of a record that `open_kv` opens."""
+    record = open_kv(chunk_id, context_ids)
+    return None if record is None else HeadRange(record, heads)
 
 
 def _use_all_cores() -> None:
@@ -358,14 +356,11 @@ class SchedulerSide:
     """
 
     def __init__(self, settings: ConnectorSettings) -> None:
-        self._index = open_index(settings)
-        self._planner = Planner(self._index, settings)
+        index = open_index(settings)
+        self.close = index.close
+        self._planner = Planner(index, settings)
         self._known: dict[str, _Known] = {}
         self._loads: list[Load] = []
-
-    def close(self) -> None:
-        """Close the index."""
-        self._index.close()
 
     def on_new_request(self, request: Request) -> None:
         """Plan a request before the engine looks it up in its own cache."""
@@ -499,8 +494,9 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
         settings = ConnectorSettings.from_extra_config(extra)
         require_tested(any_version=settings.any_version)
         index_config = check_engine(vllm_config, kv_cache_config, settings)
-        self._scheduler_side: SchedulerSide | None = None
-        self._worker_side: WorkerSide | None = None
+        # vLLM calls the methods of one role alone.
+        self._scheduler_side: Any = None
+        self._worker_side: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(settings)
         else:
@@ -516,13 +512,11 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- called in the worker ----------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._worker_side is not None
         layers = self._vllm_config.compilation_config.static_forward_context
         (group,) = self._kv_cache_config.kv_cache_groups
         self._worker_side.use_pages(Pages(layers, kv_caches, group.kv_cache_spec.block_size))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        assert self._worker_side is not None
         step = self._get_connector_metadata()
         assert isinstance(step, StepMetadata)
         if step.engine_id != self._kv_transfer_config.engine_id:
@@ -549,35 +543,30 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         It names requests, not blocks: a window's block table contains blocks that others share.
         """
-        assert self._worker_side is not None
         ended, failed = self._worker_side.finish(finished_req_ids)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepOutcome | None:
-        assert self._worker_side is not None
-        return self._worker_side.take_outcome()
+        outcome: StepOutcome | None = self._worker_side.take_outcome()
+        return outcome
 
     # -- called in the scheduler -------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        assert self._scheduler_side is not None
         self._scheduler_side.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self._scheduler_side is not None
         num_matched = self._scheduler_side.num_matched(request, num_computed_tokens)
         return num_matched, num_matched > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        assert self._scheduler_side is not None
         self._scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        assert self._scheduler_side is not None
         return StepMetadata(
             self._scheduler_side.take_loads(),
             is_idle=scheduler_output.total_num_scheduled_tokens == 0,
@@ -585,7 +574,6 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        assert self._scheduler_side is not None
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._scheduler_side.note(outcome)
@@ -593,5 +581,4 @@ class KVRagConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler_side is not None
         return False, self._scheduler_side.finished(request)

@@ -7,9 +7,10 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -98,20 +99,13 @@ class VLLMEngine:
         """Answer a prompt piece by piece; parameters and errors as in `generate`."""
         return self._answer(Request.of(prompt, options), is_streamed=True)
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Prompt | Request],
-        *,
-        return_exceptions: Literal[True],  # noqa: ARG002
-        **options: Any,
-    ) -> list[Answer | Exception]:
+    def generate_batch(self, prompts: Sequence[Prompt | Request], **options: Any) -> list[Answer]:
         """Answer several prompts, asked at the same time; see `kvrag.KVEngine.generate_batch`."""
         batch = checked_batch(prompts)
         if not batch:
             return []
         with ThreadPoolExecutor(min(len(batch), _MAX_THREADS), "kvrag-ask") as pool:
-            asked = [pool.submit(self.generate, prompt, **options) for prompt in batch]
-        return [_outcome(one) for one in asked]
+            return list(pool.map(partial(self.generate, **options), batch))
 
     async def astream(
         self, prompt: Prompt | Request, **options: Any
@@ -233,13 +227,6 @@ def _report(last: Piece, params: RequestParams, num_prompt: int, num_layers: int
         rows_by_layer=(num_prompt - num_cached,) * num_layers,
         misses={because: 1} if because else {},
     )
-
-
-def _outcome(asked: Future[Answer]) -> Answer | Exception:
-    try:
-        return asked.result()
-    except Exception as error:
-        return error
 
 
 # -- settings of adapters ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from kvrag.llms.langchain import ChatKVRag, KVRagLLM
 from kvrag.llms.vllm.engine import VLLMSettings
 
 
-class KVRagVLLM(VLLMSettings, KVRagLLM):
+class KVRagVLLM(VLLMSettings, KVRagLLM):  # type: ignore[misc]  # names of parameters
     """A LangChain LLM that lets vLLM fuse and answer prompts.
 
     Several prompts in one call form one batch.
@@ -19,5 +19,5 @@ class KVRagVLLM(VLLMSettings, KVRagLLM):
     """
 
 
-class ChatKVRagVLLM(VLLMSettings, ChatKVRag):
+class ChatKVRagVLLM(VLLMSettings, ChatKVRag):  # type: ignore[misc]  # the same
     """A LangChain chat model that lets vLLM fuse and answer conversations."""
