@@ -23,19 +23,12 @@ _POLICIES = "none,boundary,deviation,query,query:shift=1,two_stage"
 
 def calibrate(
     opening: o.Opening,
-    questions: Annotated[int, typer.Option(min=1, help="The most questions to ask.")] = 200,
-    minutes: Annotated[
-        float,
-        typer.Option(min=0, help="Ask no further question after this time, but at least eight."),
-    ] = 5.0,
-    chunks: Annotated[int, o.setting(min=1, help="Chunks in each prompt.")] = 5,
-    policies: Annotated[str, o.setting(help="Policies to measure, comma-separated.")] = _POLICIES,
-    ratios: Annotated[
-        str, o.setting(help="Shares of reused tokens to recompute, comma-separated.")
-    ] = "0.05,0.1,0.15,0.3",
-    max_tokens: Annotated[
-        int, o.setting("--max-tokens", help="Maximum length of the answer, in tokens.")
-    ] = 16,
+    questions: Annotated[int, typer.Option(min=1)] = 200,
+    minutes: Annotated[float, typer.Option(min=0)] = 5.0,
+    chunks: Annotated[int, o.setting(min=1)] = 5,
+    policies: Annotated[str, o.setting()] = _POLICIES,
+    ratios: Annotated[str, o.setting()] = "0.05,0.1,0.15,0.3",
+    max_tokens: Annotated[int, o.setting("--max-tokens")] = 16,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -45,6 +38,21 @@ def calibrate(
     prompt: the cheapest one that loses under 1 %, or the best one that '--ratio' and
     'auto:ttft=SECONDS' allow. If several policies finish while KV loads, it picks the one that
     loses least.
+
+    Parameters
+    ----------
+    questions
+        The most questions to ask.
+    minutes
+        Ask no further question after this time, but at least eight.
+    chunks
+        Chunks in each prompt.
+    policies
+        Policies to measure, comma-separated.
+    ratios
+        Shares of reused tokens to recompute, comma-separated.
+    max_tokens
+        Maximum length of the answer, in tokens.
     """
     try:
         shares = tuple(map(float, ratios.split(",")))
@@ -132,27 +140,12 @@ def _print(found: Calibration) -> None:
 
 
 def choose_store(
-    stores: Annotated[
-        str, typer.Option(metavar="URL|URL", help="Stores to choose from (quote the list).")
-    ],
+    stores: Annotated[str, typer.Option(metavar="URL|URL")],
     index: o.IndexOption = o.DEFAULT_INDEX,
-    prices: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of store prices. Default: prices.toml in the index; if it is missing, it is "
-            "created with example prices."
-        ),
-    ] = None,
-    loss: Annotated[
-        float,
-        o.setting(min=0.0, max=1.0, help="Quality that may be lost, as a share, as for 'auto'."),
-    ] = 0.01,
-    reads: Annotated[
-        float, o.setting(min=0.0, help="Number of reads of a chunk per month.")
-    ] = 30.0,
-    move: Annotated[
-        bool, typer.Option("--move", help="Move the index's KV to the chosen store.")
-    ] = False,
+    prices: Annotated[Path | None, typer.Option()] = None,
+    loss: Annotated[float, o.setting(min=0.0, max=1.0)] = 0.01,
+    reads: Annotated[float, o.setting(min=0.0)] = 30.0,
+    move: Annotated[bool, typer.Option("--move")] = False,
     model: o.ModelOption = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
@@ -161,6 +154,20 @@ def choose_store(
 
     It measures each store; if all are slower, it chooses the fastest. Run 'kvrag calibrate' first:
     it measures what recomputing costs.
+
+    Parameters
+    ----------
+    stores
+        Stores to choose from (quote the list).
+    prices
+        File of store prices. Default: prices.toml in the index; if it is missing, it is created
+        with example prices.
+    loss
+        Quality that may be lost, as a share, as for 'auto'.
+    reads
+        Number of reads of a chunk per month.
+    move
+        Move the index's KV to the chosen store.
     """
     from kvrag.ingest.config import write_atomically
     from kvrag.store.registry import check_kind
@@ -187,7 +194,7 @@ def choose_store(
             if move:
                 moved = opened.upkeep.move(
                     urls[found.offers.index(found.chosen)],
-                    on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),
+                    on_progress=console.records(say),
                 )
     if as_json:
         console.print_json({**found.to_dict(), "moved": None if moved is None else moved.to_dict()})

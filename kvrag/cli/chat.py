@@ -47,14 +47,7 @@ def chat(
     searching: o.Searching,
     answering: o.Answering,
     sampled: o.Sampled,
-    history: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Earlier turns to include in the prompt (needs a chat template); 0 for none. "
-            "Default: all that fit.",
-        ),
-    ] = None,
+    history: Annotated[int | None, typer.Option(min=0)] = None,
     no_server: NoServerOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -63,6 +56,12 @@ def chat(
     The model rewrites follow-up questions, so that they find what they mean. /help lists commands.
     Questions are read from stdin, one per line. With --json, all turns are printed as one document
     at the end. When stdin is not a terminal and a question fails, the exit code is 1.
+
+    Parameters
+    ----------
+    history
+        Earlier turns to include in the prompt (needs a chat template); 0 for none. Default: all
+        that fit.
     """
     options = dict(sampled.values)
     with ExitStack() as held:

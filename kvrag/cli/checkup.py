@@ -48,7 +48,6 @@ _REFERENCE_REMEDY = (
     "source with a C++ compiler: pip install --force-reinstall --no-deps --no-binary kvrag kvrag"
 )
 _LOW_DISK_BYTES = 2 * 1024**3
-_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -72,38 +71,28 @@ class Finding:
 
 def doctor(
     index: o.OtherIndexOption = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Model to check: folder, hub name or 'kvrag-tiny'. Default: the index's model.",
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m")] = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Check versions, processor, disk, index and model; exit 1 if there is a problem."""
-    from rich.table import Table
-    from rich.text import Text
+    """Check versions, processor, disk, index and model; exit 1 if there is a problem.
 
+    Parameters
+    ----------
+    model
+        Model to check: folder, hub name or 'kvrag-tiny'. Default: the index's model.
+    """
     with console.working("checking"):
         findings = check_all(index, model, store)
     failed = any(finding.status == "problem" for finding in findings)
     if as_json:
         console.print_json({"ok": not failed, "findings": findings})
     else:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for finding in findings:
-            style = _STYLES[finding.status]
-            detail = finding.detail
-            if finding.remedy:
-                detail += f"\n-> {finding.remedy}"
-            table.add_row(Text(finding.status, style), finding.name, Text(detail))
-        console.out().print(table)
+        told = [
+            (one, one.detail + (f"\n-> {one.remedy}" if one.remedy else "")) for one in findings
+        ]
+        rows = [(one.status, one.name, detail) for one, detail in told]
+        console.print_table({"": "text", "checked": "text", "found": "folded"}, rows)
     if failed:
         raise typer.Exit(EXIT_FAILURE)
 
@@ -162,12 +151,8 @@ def _package(name: str, status: Status, absent: str, remedy: str) -> Finding:
         return Finding(name, status, absent, remedy)
 
 
-def _leading_numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split(".")[:2]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        numbers.append(int(digits or 0))
-    return tuple(numbers)
+def _leading_numbers(version: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", version)[:2]]
 
 
 def _plugins() -> Iterator[Finding]:
@@ -209,14 +194,11 @@ def _processor() -> Iterator[Finding]:
         return
     from kvrag.loading.threads import num_cores
 
-    cores = num_cores()
-    num_threads = torch.get_num_threads()
+    cores, num_threads = num_cores(), torch.get_num_threads()
     detail = f"torch uses {num_threads} threads on {cores} cores"
-    if num_threads > cores:
-        remedy = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down"
-        yield Finding("threads", "warning", detail, remedy)
-    else:
-        yield Finding("threads", "ok", detail)
+    remedy = f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down"
+    is_much = num_threads > cores
+    yield Finding("threads", "warning" if is_much else "ok", detail, remedy if is_much else "")
     capability = torch.backends.cpu.get_cpu_capability()
     yield Finding("processor", "ok", ", ".join([capability, *_cpu_flags()]))
     yield _kernels()
@@ -256,11 +238,9 @@ def _cpu_flags() -> list[str]:
 
 def _offline() -> Finding:
     forced = [name for name in _OFFLINE_VARIABLES if os.environ.get(name, "0") not in ("", "0")]
-    if forced:
-        return Finding("network", "ok", f"never used ({', '.join(forced)} is set)")
-    return Finding(
-        "network", "ok", "used only to download a model given by hub name and not cached"
-    )
+    used = "used only to download a model given by hub name and not cached"
+    detail = f"never used ({', '.join(forced)} is set)" if forced else used
+    return Finding("network", "ok", detail)
 
 
 def _disk(place: Path) -> Finding:
@@ -282,20 +262,14 @@ def _index(path: Path, store: str | None) -> tuple[list[Finding], str | None]:
 
         with Index.open(path, store=store) as index:
             stats = index.stats()
-            findings = [
-                Finding(
-                    "index",
-                    "ok",
-                    f"{console.count(stats.num_documents, 'document')}, "
-                    f"{console.count(stats.num_chunks, 'chunk')}, "
-                    f"{console.count(stats.num_tokens, 'token')}, "
-                    f"{console.format_bytes(stats.size_bytes)}",
-                )
-            ]
+            numbers = (stats.num_documents, stats.num_chunks, stats.num_tokens)
+            nouns = ("document", "chunk", "token")
+            held = ", ".join(map(console.count, numbers, nouns))
+            found = Finding("index", "ok", f"{held}, {console.format_bytes(stats.size_bytes)}")
             if stats.num_chunks == 0:
                 remedy = f"kvrag ingest PATH... --index {shlex.quote(str(path))}"
-                findings = [Finding("index", "warning", "empty", remedy)]
-            findings.append(_embedding(index))
+                found = Finding("index", "warning", "empty", remedy)
+            findings = [found, _embedding(index)]
             reference = str(index.config.model)
         if not os.access(path, os.W_OK):
             remedy = "give yourself write access to ingest into it"

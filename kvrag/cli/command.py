@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -33,12 +35,12 @@ _SET = "--set"
 class Command(TyperCommand):
     """A command that also takes option values from `kvrag.toml`."""
 
-    keys: Mapping[str, s.Key]
+    keys: Mapping[str, Any]
 
     # Typer's names for the types of contexts and commands differ between versions.
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, and where the options are that it leaves out."""
-        num_more = sum(key.info.hidden for key in self.keys.values())
+        num_more = sum(key.hidden for key in self.keys.values())
         if num_more:
             named = " ".join(_place(ctx))
             self.epilog = f"'kvrag config {named}' lists all options, {num_more} more than these."
@@ -83,16 +85,14 @@ class Command(TyperCommand):
         file = s.read_file(None if named is None else Path(named), root.command, root)
         from_file = {} if file is None else file.of(place, self.keys)
         said = {
-            name: given[key.parameter.name]
+            name: given[key.name]
             for name, key in self.keys.items()
-            if given.get(key.parameter.name) is not None
+            if given.get(key.name) is not None
         }
         kept = _own_parameters(from_file, said, self.keys)
-        ctx.default_map = {self.keys[name].parameter.name: one.value for name, one in kept.items()}
+        ctx.default_map = {self.keys[name].name: value for name, value in kept.items()}
         ctx.meta[_FILE] = file
-        used = [
-            cut(f"{name}={one.value}") for name, one in sorted(kept.items()) if name not in said
-        ]
+        used = [cut(f"{name}={value}") for name, value in sorted(kept.items()) if name not in said]
         if file is not None and not file.is_named and used:
             # The user did not name this file, so report what it sets.
             line = " ".join(f"{file.path}: {', '.join(used)}".split())
@@ -112,23 +112,26 @@ def make_command(name: str, function: Callable[..., Any], settings: Mapping[str,
         Arguments for `typer.Typer.command`.
     """
     flat = _flat(function)
-    command = _as_command(name, guarded(flat), cls=Command, **settings)
+    head = inspect.getdoc(function) or ""
+    told = {"help": head.partition("\n\nParameters\n")[0], **settings}
+    command = _as_command(name, guarded(flat), cls=Command, **told)
     assert isinstance(command, Command)
     # One line for each paragraph, since a terminal may be narrower than the source.
     command.help = "\n\n".join(
         " ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")
     )
-    command.keys = s.keys_of(command, flat)
-    for shared in _as_command("shared", _shared).params:
-        shared.expose_value = False
-        command.params.append(shared)
+    (shared,) = _as_command("shared", _shared).params
+    shared.expose_value = False
+    command.params.append(shared)
+    command.keys = s.keys_of(command)
     return command
 
 
 def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the fields of its groups of options as its own parameters.
 
-    A parameter of the function's own stands for the field of its name, with another default.
+    A parameter of the function's own stands for the field of its name, with another default. The
+    help of an option is what the docstring says of it, unless its annotation has one.
     """
     declared = inspect.signature(function, eval_str=True).parameters
     groups = {
@@ -139,16 +142,18 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
     found: dict[str, inspect.Parameter] = {}
     for one in declared.values():
         if one.name not in groups:
-            found[one.name] = one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            kind = _with_help(one.annotation, _documented(function).get(one.name))
+            found[one.name] = one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
             continue
         hints = typing.get_type_hints(one.annotation, include_extras=True)
+        docs = _documented(one.annotation)
         for field in fields(one.annotation):
             if field.name not in declared:
                 found[field.name] = inspect.Parameter(
                     field.name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=field.default,
-                    annotation=hints[field.name],
+                    annotation=_with_help(hints[field.name], docs.get(field.name)),
                 )
 
     @functools.wraps(function)
@@ -161,6 +166,23 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
     flat.__signature__ = inspect.Signature(list(found.values()))  # type: ignore[attr-defined]
     flat.__annotations__ = {name: one.annotation for name, one in found.items()}
     return flat
+
+
+@functools.cache
+def _documented(what: Any) -> dict[str, str]:
+    """Return what a docstring says of each parameter or attribute."""
+    found = re.findall(r"^(\w+)\n((?: {4}.*\n?)+)", inspect.getdoc(what) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def _with_help(annotation: Any, text: str | None) -> Any:
+    """Return an option's annotation with its help, unless it has one."""
+    if text is None or typing.get_origin(annotation) is not Annotated:
+        return annotation
+    kind, info = typing.get_args(annotation)
+    info = copy.copy(info)
+    info.help = info.help or text
+    return Annotated[kind, info]
 
 
 def _shared(
@@ -183,16 +205,13 @@ def _as_command(name: str, function: Callable[..., Any], **settings: Any) -> Any
 
 
 def _own_parameters(
-    from_file: s.Settings, said: Mapping[str, Any], keys: Mapping[str, s.Key]
-) -> s.Settings:
+    from_file: Mapping[str, Any], said: Mapping[str, Any], keys: Mapping[str, Any]
+) -> Mapping[str, Any]:
     """Return a file's settings without parameters of another policy than the one in effect.
 
     The rule is that of `kvrag.engine.request.Recompute.over`.
     """
-    in_file = from_file.get(_POLICY)
-    is_another = _POLICY in said and said[_POLICY] != (
-        keys[_POLICY].parameter.default if in_file is None else in_file.value
-    )
+    is_another = _POLICY in said and said[_POLICY] != from_file.get(_POLICY, keys[_POLICY].default)
     if is_another or not _PARAMETERS.isdisjoint(said):
         return {name: one for name, one in from_file.items() if name not in _PARAMETERS}
     return from_file
@@ -211,12 +230,11 @@ def settings_file(context: typer.Context) -> s.SettingsFile | None:
 
 def given(context: typer.Context, *parameters: str) -> list[str]:
     """Return which options the command line gives, as written there: ``--seed``."""
-    found = []
-    for parameter in parameters:
-        source = context.get_parameter_source(parameter)
-        if source is not None and source.name == "COMMANDLINE":
-            found.append(f"--{parameter.replace('_', '-')}")
-    return found
+    return [
+        f"--{parameter.replace('_', '-')}"
+        for parameter in parameters
+        if (source := context.get_parameter_source(parameter)) and source.name == "COMMANDLINE"
+    ]
 
 
 ADD_ONS = {"kvrag_bench": "bench", "kvrag_train": "train"}
@@ -267,9 +285,7 @@ def _refusing(name: str, why: str, help_text: str = "") -> Any:
 
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     settings: dict[str, Any] = {"add_help_option": False, "context_settings": anything}
-    holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    holder.command(name, help=help_text, **settings)(say)
-    return get_command(holder)
+    return _as_command(name, say, help=help_text, **settings)
 
 
 def lazy_group(

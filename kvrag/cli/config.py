@@ -2,98 +2,76 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kvrag import arguments
 from kvrag.cli import console
 from kvrag.cli import options as o
-from kvrag.cli.command import Command, settings_file
+from kvrag.cli.command import settings_file
+from kvrag.cli.settings import command_of
 from kvrag.errors import ParameterError
-
-if TYPE_CHECKING:
-    from kvrag.cli.settings import Key, Setting, SettingsFile
 
 
 def config(
     context: typer.Context,
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="COMMAND",
-            help="Command to describe, such as 'query' or 'pml run': shows all its options, also "
-            "those that --help omits.",
-        ),
-    ] = None,
+    command: Annotated[list[str] | None, typer.Argument(metavar="COMMAND")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Show the settings file in use; with a COMMAND, show everything that can be set for it."""
+    """Show the settings file in use; with a COMMAND, show everything that can be set for it.
+
+    Parameters
+    ----------
+    command
+        Command to describe, such as 'query' or 'pml run': shows all its options, also those that
+        --help omits.
+    """
     file = settings_file(context)
+    path = None if file is None else str(file.path.absolute())
+    rows: list[dict[str, Any]] = []
     if command:
-        keys = _keys(context, command)
+        keys = _keys(context, tuple(command))
         given = {} if file is None else file.of(tuple(command), keys)
-        rows = [_row(key, given.get(name)) for name, key in keys.items()]
-    else:
-        rows = _rows(file)
+        for name, option in keys.items():
+            rows.append(
+                {
+                    "key": name,
+                    "value": given.get(name, option.default),
+                    "from": str(file.path) if file is not None and name in given else "default",
+                    "is_hidden": option.hidden,
+                    "help": (option.help or "").replace("\\[", "["),
+                }
+            )
+    elif file is not None:
+        for place, settings in file.tables.items():
+            said = {"command": " ".join(place), "from": str(file.path)}
+            rows += [{**said, "key": name, "value": one} for name, one in settings.items()]
     if as_json:
-        console.print_json({"file": None if file is None else _whole(file.path), "settings": rows})
-        return
-    if command:
+        console.print_json({"file": path, "settings": rows})
+    elif command:
         _print(rows)
-    elif file is None:
+    elif path is None:
         console.note(
             "no kvrag.toml is in this folder, and neither --config nor KVRAG_CONFIG is given"
         )
     else:
-        console.write(f"{console.harmless(_whole(file.path))}\n")
+        console.stream(f"{path}\n")
         for row in rows:
-            place = " ".join([*row["command"].split(), row["key"]])
-            console.stream(f"  {row['from']}: {place} = {_shown(row['value'])}\n")
+            key = f"{row['command']} {row['key']}".strip()
+            console.stream(f"  {key} = {_shown(row['value'])}\n")
 
 
-def _keys(context: typer.Context, command: list[str]) -> dict[str, Key]:
+def _keys(context: typer.Context, place: tuple[str, ...]) -> dict[str, Any]:
     root: Any = context.find_root()
-    found = root.command
-    for number, name in enumerate(command):
-        known = found.list_commands(root) if hasattr(found, "list_commands") else []
-        if name not in known:
-            if gone := getattr(found, "gone", {}).get(name):
-                raise ParameterError(f"'kvrag {' '.join(command[: number + 1])}' {gone}")
-            raise ParameterError(
-                f"there is no command 'kvrag {' '.join(command[: number + 1])}'"
-                f"{arguments.like(name, known)}"
-                + (f"; expected {', '.join(known)}" if known else "")
-            )
-        found = found.get_command(root, name)
-    if not isinstance(found, Command):
-        raise ParameterError(
-            f"'kvrag {' '.join(command)}' is a group of commands: add one of "
-            + ", ".join(found.list_commands(root))
-        )
-    return dict(found.keys)
-
-
-def _row(key: Key, given: Setting | None) -> dict[str, Any]:
-    return {
-        "key": key.name,
-        "value": key.parameter.default if given is None else given.value,
-        "from": "default" if given is None else given.origin,
-        "is_hidden": key.info.hidden,
-        "help": (key.info.help or "").replace("\\[", "["),
-    }
-
-
-def _rows(file: SettingsFile | None) -> list[dict[str, Any]]:
-    """Return every setting in a file, starting with those for all commands."""
-    if file is None:
-        return []
-    return [
-        {"command": " ".join(place), "key": name, "value": one.value, "from": one.origin}
-        for place, settings in [((), file.common), *file.tables.items()]
-        for name, one in settings.items()
-    ]
+    found = command_of(place, root.command, root)
+    if hasattr(found, "keys"):
+        return dict(found.keys)
+    if not hasattr(found, "list_commands"):  # of an earlier version, or of another distribution
+        raise ParameterError(f"'kvrag {' '.join(place)}': {found.help}")
+    raise ParameterError(
+        f"'kvrag {' '.join(place)}' is a group of commands: add one of "
+        + ", ".join(found.list_commands(root))
+    )
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
@@ -112,7 +90,3 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return "" if value is None else str(value)
-
-
-def _whole(path: Path) -> str:
-    return str(path.absolute())

@@ -238,6 +238,7 @@ def short_path(source: str) -> str:
 
 _COLUMNS: dict[str, dict[str, Any]] = {
     "text": {"no_wrap": True},
+    "name": {"no_wrap": True, "style": "dim"},
     "folded": {"overflow": "fold"},
     "number": {"justify": "right", "no_wrap": True},
     # On a terminal, it has the room that the others leave.
@@ -245,13 +246,16 @@ _COLUMNS: dict[str, dict[str, Any]] = {
 }
 
 
-def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(
+    columns: Mapping[str, str], rows: Iterable[Sequence[str]], *, show_header: bool = True
+) -> None:
     """Print rows below the names of their columns, each of a kind in `_COLUMNS`."""
     from rich.table import Table
     from rich.text import Text
 
     has_rest = out().is_terminal and "begins" in columns.values()
     table = Table(box=None, pad_edge=False, header_style="bold", expand=has_rest)
+    table.show_header = show_header
     for name, kind in columns.items():
         table.add_column(name, **_COLUMNS[kind])
     for row in rows:
@@ -262,20 +266,17 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> No
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and what they are as two aligned columns."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, shown in pairs:
-        table.add_row(Text(harmless(label)), Text(harmless(shown)))
-    out().print(table)
+    print_table({"name": "name", "": "folded"}, pairs, show_header=False)
 
 
 def print_fields(values: Mapping[str, Any]) -> None:
     """Print a flat mapping as two aligned columns, with readable names."""
-    print_pairs(_field(name, value) for name, value in values.items())
+    print_pairs(field(name, value) for name, value in values.items())
+
+
+def records(say: Say) -> Callable[[int, int], None]:
+    """Return what shows how many records are done."""
+    return lambda done, total: say(f"{done:,} of {total:,} records")
 
 
 def show(report: R, as_json: bool, as_text: Callable[[R], None]) -> None:
@@ -286,23 +287,25 @@ def show(report: R, as_json: bool, as_text: Callable[[R], None]) -> None:
         as_text(report)
 
 
-def _field(name: str, value: Any) -> tuple[str, str]:
+def field(name: str, value: Any) -> tuple[str, str]:
+    """Return a value's name and the value, for people."""
     label = name.removeprefix("num_").replace("_", " ")
-    if isinstance(value, bool):
-        return label, "yes" if value else "no"
-    if isinstance(value, (int, float)) and name.endswith("_bytes"):
-        return label.removesuffix(" bytes"), format_bytes(value)
-    if isinstance(value, (int, float)) and name.endswith("seconds"):
-        return label.removesuffix("seconds").strip() or "time", format_seconds(value)
-    if isinstance(value, int):
-        return label, f"{value:,}"
-    if isinstance(value, float):
-        # Plain digits: 3,123 is easier to read than 3.12e+03.
-        return label, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    if isinstance(value, list):
-        return label, "\n".join(map(str, value)) or "none"
-    if isinstance(value, dict):
-        return label, ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
+    match value:
+        case bool():
+            return label, "yes" if value else "no"
+        case int() | float() if name.endswith("_bytes"):
+            return label.removesuffix(" bytes"), format_bytes(value)
+        case int() | float() if name.endswith("seconds"):
+            return label.removesuffix("seconds").strip() or "time", format_seconds(value)
+        case int():
+            return label, f"{value:,}"
+        case float():
+            # Plain digits: 3,123 is easier to read than 3.12e+03.
+            return label, f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        case list():
+            return label, "\n".join(map(str, value)) or "none"
+        case dict():
+            return label, ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
     return label, "none" if value is None else str(value)
 
 

@@ -7,9 +7,10 @@ import shlex
 import statistics
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,17 +71,6 @@ class DemoRow:
         }
 
 
-@dataclass(frozen=True)
-class WaySummary:
-    """One way of answering, over all questions."""
-
-    way: str
-    num_right: int
-    num_judged: int
-    median_ttft_seconds: float
-    num_tokens_computed: int
-
-
 def read_questions(path: Path) -> list[DemoQuestion]:
     """Read a JSON list of questions, such as a dataset in MuSiQue's layout.
 
@@ -107,23 +97,22 @@ def read_questions(path: Path) -> list[DemoQuestion]:
     return found
 
 
-def summarise(rows: Sequence[DemoRow]) -> list[WaySummary]:
+def summarise(rows: Sequence[DemoRow]) -> list[dict[str, Any]]:
     """Return right answers, median time to first token and work of both ways of answering."""
-    told: dict[str, list[tuple[str, float, int]]] = {"full prefill": [], "kvrag": []}
-    for row in rows:
-        plain, answer = row.plain, row.kvrag.answer
-        computed = answer.usage.prompt_tokens - answer.usage.cached_tokens
-        told["full prefill"].append((plain.text, plain.ttft_seconds, plain.prompt_tokens))
-        told["kvrag"].append((answer.text, answer.ttft_seconds, computed))
     found = []
-    for way, answers in told.items():
-        texts, seconds, computed_tokens = zip(*answers, strict=True)
-        right = [row.asked.is_right(text) for row, text in zip(rows, texts, strict=True)]
-        num_judged = sum(one is not None for one in right)
+    for way in ("full prefill", "kvrag"):
+        answers = [row.plain if way == "full prefill" else row.kvrag.answer for row in rows]
+        usages = [row.kvrag.answer.usage for row in rows]
+        cached = [one.cached_tokens * (way == "kvrag") for one in usages]
+        right = [row.asked.is_right(one.text) for row, one in zip(rows, answers, strict=True)]
         found.append(
-            WaySummary(
-                way, right.count(True), num_judged, statistics.median(seconds), sum(computed_tokens)
-            )
+            {
+                "way": way,
+                "num_right": right.count(True),
+                "num_judged": len(right) - right.count(None),
+                "median_ttft_seconds": statistics.median(one.ttft_seconds for one in answers),
+                "num_tokens_computed": sum(one.prompt_tokens for one in usages) - sum(cached),
+            }
         )
     return found
 
@@ -176,8 +165,13 @@ class DemoView:
         plain_right, right = row.asked.is_right(row.plain.text), row.asked.is_right(answer.text)
         longest = max(row.plain.ttft_seconds, answer.ttft_seconds)
         faster = f"{row.plain.ttft_seconds / answer.ttft_seconds:.1f}x"
-        self._bar("full prefill", row.plain.ttft_seconds, longest, "red", _mark(plain_right))
-        self._bar("kvrag", answer.ttft_seconds, longest, "green", f"{_mark(right)} {faster}")
+        for way, seconds, color, said in (
+            ("full prefill", row.plain.ttft_seconds, "red", _MARKS[plain_right]),
+            ("kvrag", answer.ttft_seconds, "green", f"{_MARKS[right]} {faster}"),
+        ):
+            filled = max(1, round(_BAR_COLUMNS * seconds / longest))
+            bar = f"[{color}]{'━' * filled}[/]{' ' * (_BAR_COLUMNS - filled)}"
+            self._print(f"{way:<13} {bar} {console.format_seconds(seconds):>8} {said}", indent=True)
         self._print(
             f"[dim]{report.num_tokens:,} tokens: {report.num_cached:,} reused, "
             f"{report.num_recomputed:,} repaired, {report.num_fresh:,} fresh[/]",
@@ -190,7 +184,7 @@ class DemoView:
 
     def end(
         self,
-        summary: Sequence[WaySummary],
+        summary: Sequence[Mapping[str, Any]],
         stats: IndexStats,
         seconds: Mapping[str, float],
         index: Path,
@@ -203,18 +197,22 @@ class DemoView:
                 {"": "text", **dict.fromkeys(names, "number")},
                 (
                     (
-                        one.way,
-                        f"{one.num_right} of {one.num_judged}",
-                        console.format_seconds(one.median_ttft_seconds),
-                        f"{one.num_tokens_computed:,}",
+                        one["way"],
+                        f"{one['num_right']} of {one['num_judged']}",
+                        console.format_seconds(one["median_ttft_seconds"]),
+                        f"{one['num_tokens_computed']:,}",
                     )
                     for one in summary
                 ),
             )
-        self._print(_stored(stats))
+        if stats.bytes_per_token:
+            size = console.format_bytes(stats.size_bytes)
+            self._print(f"KV of all pages: {size} ({stats.codec})")
+        else:
+            self._print("no KV is stored: the model computes each prompt as a whole")
         parts = ", ".join(f"{part} {spent:.0f} s" for part, spent in seconds.items())
         self._print(f"time: {parts}; {sum(seconds.values()):.0f} s in all")
-        if summary[0].median_ttft_seconds < _TOO_QUICK_SECONDS:
+        if summary[0]["median_ttft_seconds"] < _TOO_QUICK_SECONDS:
             self._print(
                 "[dim]A model this small prefills a prompt this short almost instantly; "
                 "`kvrag bench ttft` measures a larger model.[/]"
@@ -226,25 +224,13 @@ class DemoView:
             soft_wrap=True,
         )
 
-    def _bar(self, way: str, seconds: float, longest: float, color: str, said: str) -> None:
-        filled = max(1, round(_BAR_COLUMNS * seconds / longest))
-        bar = f"[{color}]{'━' * filled}[/]{' ' * (_BAR_COLUMNS - filled)}"
-        self._print(f"{way:<13} {bar} {console.format_seconds(seconds):>8} {said}", indent=True)
-
     def _print(self, text: str, *, indent: bool = False) -> None:
         from rich.padding import Padding
 
         self._out.print(Padding(text, (0, 0, 0, _INDENT), expand=False) if indent else text)
 
 
-def _stored(stats: IndexStats) -> str:
-    if not stats.bytes_per_token:
-        return "no KV is stored: the model computes each prompt as a whole"
-    return f"KV of all pages: {console.format_bytes(stats.size_bytes)} ({stats.codec})"
-
-
-def _mark(right: bool | None) -> str:
-    return {True: "[green]✓[/]", False: "[red]✗[/]", None: ""}[right]
+_MARKS = {True: "[green]✓[/]", False: "[red]✗[/]", None: ""}
 
 
 def _title(chunk: Chunk) -> str:
@@ -282,17 +268,8 @@ class _Material:
 
 _NUM_QUESTIONS = 8
 _PAGES = (
-    "complaints.md",
-    "computers.md",
-    "fleet.md",
-    "freight.md",
-    "galley.md",
-    "history.md",
-    "lost-property.md",
-    "people.md",
-    "routes-and-timetable.md",
-    "uniform.md",
-    "welcome.md",
+    *("complaints.md", "computers.md", "fleet.md", "freight.md", "galley.md", "history.md"),
+    *("lost-property.md", "people.md", "routes-and-timetable.md", "uniform.md", "welcome.md"),
 )
 _HANDBOOK = _Material(
     "handbook", "handbook-questions.json", chunk_tokens=256, top_k=11, pages=_PAGES
@@ -301,66 +278,34 @@ _HANDBOOK = _Material(
 _NOTES = _Material("documents", "questions.json", chunk_tokens=64, top_k=5)
 
 
-class _Stopwatch:
-    """Seconds spent in each named part of the demo."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time of the block towards `name`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+@contextmanager
+def _counted(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Count the time of the block towards a part of the demo."""
+    started = time.perf_counter()
+    yield
+    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started
 
 
 def demo(
     documents: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Text files to index.", show_default="the included ones"),
+        Path | None, typer.Option(metavar="DIR", show_default="the included ones")
     ] = None,
     questions: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='JSON list of {"question": ..., "answers": [...]}.',
-            show_default="the included ones",
-        ),
+        Path | None, typer.Option(metavar="FILE", show_default="the included ones")
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
-            "-m",
-            help="Name, folder or hub name of a decoder.",
-            show_default=f"{_MODEL} where it is installed, otherwise {_FALLBACK}",
+            "--model", "-m", show_default=f"{_MODEL} where it is installed, otherwise {_FALLBACK}"
         ),
     ] = None,
     index: o.IndexOption = o.DEFAULT_INDEX,
     device: o.DeviceOption = None,
     top_k: Annotated[
-        int | None,
-        typer.Option(
-            "-k",
-            min=1,
-            help="Number of chunks to retrieve.",
-            show_default="as many as make about 2,000 tokens",
-        ),
+        int | None, typer.Option("-k", min=1, show_default="as many as make about 2,000 tokens")
     ] = None,
     ratio: o.RatioOption = None,
-    num_questions: Annotated[
-        int,
-        typer.Option(
-            "--num-questions",
-            "-n",
-            min=1,
-            help="Number of questions to ask. For more than 8, all pages are indexed.",
-        ),
-    ] = _NUM_QUESTIONS,
+    num_questions: Annotated[int, typer.Option("--num-questions", "-n", min=1)] = _NUM_QUESTIONS,
     no_chat: o.NoChatOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -368,6 +313,19 @@ def demo(
 
     Each question is answered twice from the same tokens: by kvrag and by full prefill. The index
     is kept for 'kvrag chat', and for the next demo.
+
+    Parameters
+    ----------
+    documents
+        Text files to index.
+    questions
+        JSON list of {"question": ..., "answers": [...]}.
+    model
+        Name, folder or hub name of a decoder.
+    top_k
+        Number of chunks to retrieve.
+    num_questions
+        Number of questions to ask. For more than 8, all pages are indexed.
     """
     from kvrag.engine.asking import Asking
     from kvrag.engine.engine import KVEngine
@@ -383,12 +341,13 @@ def demo(
         top_k or material.top_k, instruction=_INSTRUCTION, use_chat_template=not no_chat
     )
     quiet_libraries()
-    watch, view = _Stopwatch(), DemoView(quiet=as_json)
+    seconds: dict[str, float] = {}
+    spent, view = partial(_counted, seconds), DemoView(quiet=as_json)
     rows = []
-    with watch.part("loading"):
+    with spent("loading"):
         opened = _open_or_create(index, chosen, material.chunk_tokens, device)
     with opened:
-        with watch.part("indexing"):
+        with spent("indexing"):
             ingested = _ingest(opened, folder, pages)
         engine = KVEngine(
             opened,
@@ -398,19 +357,19 @@ def demo(
             # The warm-up asks the first question, whose KV would be kept.
             session_bytes=0,
         )
-        with watch.part("loading"):
+        with spent("loading"):
             warm_up(opened)
-        with watch.part("indexing"):
+        with spent("indexing"):
             _make_first(opened, asked, asking)
-        with watch.part("loading"):
+        with spent("loading"):
             _warm_up(engine, asked[0], asking)
         stats = opened.stats()
         view.begin(stats, folder, chosen)
         for number, question in enumerate(asked, start=1):
-            rows.append(_answer(engine, number, question, asking, watch, view))
+            rows.append(_answer(engine, number, question, asking, spent, view))
             view.compare(rows[-1])
     summary = summarise(rows)
-    view.end(summary, stats, watch.seconds, index)
+    view.end(summary, stats, seconds, index)
     if as_json:
         console.print_json(
             {
@@ -419,7 +378,7 @@ def demo(
                 "ingest": ingested,
                 "questions": rows,
                 "summary": summary,
-                "seconds": watch.seconds,
+                "seconds": seconds,
             }
         )
 
@@ -507,18 +466,18 @@ def _answer(
     number: int,
     asked: DemoQuestion,
     asking: Asking,
-    watch: _Stopwatch,
+    spent: Callable[[str], AbstractContextManager[None]],
     view: DemoView,
 ) -> DemoRow:
     """Retrieve once, then answer with kvrag and with full prefill."""
-    with watch.part("kvrag"):
+    with spent("kvrag"):
         index = engine.index
         request, seconds = retrieve(index, [as_turn(asked.question)], asking)
         show = view.ask(number, asked, index.catalog.chunks(request.hints))
         outcome = Outcome(asked.question, answer(engine, request, show), seconds)
         show.end()
     token_ids = engine.prompt_ids(request.prompt, hints=request.hints)
-    with watch.part("full prefill"), view.waiting(len(token_ids)):
+    with spent("full prefill"), view.waiting(len(token_ids)):
         plain = answer_plainly(index.model, token_ids, _MAX_ANSWER_TOKENS, request.stop)
     return DemoRow(asked, outcome, plain)
 

@@ -83,18 +83,17 @@ def _speed(progress: IngestProgress) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """The index that documents go into, and what it is opened or made with."""
+    """The index that documents go into, and what it is opened or made with.
+
+    Attributes
+    ----------
+    model
+        A name of 'kvrag models', ollama:NAME, a GGUF file, or the folder or hub name of a Hugging
+        Face decoder. Default for a new index: the only model that is installed.
+    """
 
     index: o.IndexOption = o.DEFAULT_INDEX
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="A name of 'kvrag models', ollama:NAME, a GGUF file, or the folder or hub name of "
-            "a Hugging Face decoder. Default for a new index: the only model that is installed.",
-        ),
-    ] = None
+    model: Annotated[str | None, typer.Option("--model", "-m")] = None
     device: o.DeviceOption = None
     store: o.StoreOption = None
 

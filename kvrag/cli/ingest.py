@@ -37,35 +37,29 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of `kvrag ingest` that concern Ray, as they were given."""
+    """The options of `kvrag ingest` that concern Ray, as they were given.
 
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="ADDRESS",
-            help="Compute on a cluster of Ray: HOST:PORT, auto (the cluster in RAY_ADDRESS or on "
-            "this machine), or local (a new one on this machine). PATH may then be a Parquet file, "
-            "and a URL (s3://, gs://, abfss://, file://).",
-        ),
-    ] = None
-    ray_actors: Annotated[
-        str,
-        o.setting(
-            metavar="LEAST[:MOST]",
-            help="Processes that compute KV on the cluster. Without MOST, as many as fit.",
-        ),
-    ] = "1"
-    ray_cpus: Annotated[
-        float, o.setting(parser=o.above_zero, metavar="NUMBER", help="Processors of each of them.")
-    ] = 1.0
-    ray_gpus: Annotated[float, o.setting(min=0.0, help="Graphics cards of each.")] = 0.0
-    ray_memory: Annotated[
-        str | None,
-        o.setting(
-            metavar="BYTES", help="Most bytes that wait between the stages, in Ray's object store."
-        ),
-    ] = None
+    Attributes
+    ----------
+    ray
+        Compute on a cluster of Ray: HOST:PORT, auto (the cluster in RAY_ADDRESS or on this
+        machine), or local (a new one on this machine). PATH may then be a Parquet file, and a URL
+        (s3://, gs://, abfss://, file://).
+    ray_actors
+        Processes that compute KV on the cluster. Without MOST, as many as fit.
+    ray_cpus
+        Processors of each of them.
+    ray_gpus
+        Graphics cards of each.
+    ray_memory
+        Most bytes that wait between the stages, in Ray's object store.
+    """
+
+    ray: Annotated[str | None, typer.Option("--ray", metavar="ADDRESS")] = None
+    ray_actors: Annotated[str, o.setting(metavar="LEAST[:MOST]")] = "1"
+    ray_cpus: Annotated[float, o.setting(parser=o.above_zero, metavar="NUMBER")] = 1.0
+    ray_gpus: Annotated[float, o.setting(min=0.0)] = 0.0
+    ray_memory: Annotated[str | None, o.setting(metavar="BYTES")] = None
 
     def check_unused(self, places: Sequence[str]) -> None:
         """Raise ParameterError for options and places that need ``--ray``."""
@@ -194,13 +188,7 @@ else:
 
 
 def adopt(
-    vector_store: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:NAME",
-            help="The store: an object of Python, or a function that returns it.",
-        ),
-    ],
+    vector_store: Annotated[str, typer.Argument(metavar="MODULE:NAME")],
     target: Target,
     embedding: EmbeddingOption = None,
     dry_run: DryRunOption = False,
@@ -210,6 +198,11 @@ def adopt(
 
     A chain over that store then reuses their KV, without any other change. Run it again
     after the store has changed; documents that have left it are removed with 'kvrag rm'.
+
+    Parameters
+    ----------
+    vector_store
+        The store: an object of Python, or a function that returns it.
     """
     from kvrag.ingest.adopting import adopted
 
@@ -225,7 +218,7 @@ def adopt(
 
 
 def ingest(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH", help="Files and folders to index.")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH")],
     target: Target,
     making: Making,
     asked: Asked,
@@ -240,27 +233,9 @@ def ingest(
     parse_memory: Annotated[
         str, o.setting(metavar="BYTES", help=text_of(ParseLimits, "memory_bytes"))
     ] = f"{_LIMITS.memory_bytes >> 30}GiB",
-    loader: Annotated[
-        list[str] | None,
-        o.setting(
-            metavar="SUFFIX=MODULE:FUNCTION",
-            help="Function that reads files with this suffix, such as .odp=slides:load. It takes "
-            "a path and bytes, yields kvrag.Document objects, and overrides a built-in loader for "
-            "the suffix. Repeatable.",
-        ),
-    ] = None,
-    first_records: Annotated[
-        bool,
-        o.setting(
-            "--first-records",
-            help="With a filler or similar, also store each chunk's KV for the first place of a "
-            "prompt now. Otherwise the first prompt that begins with the chunk computes and stores "
-            "it.",
-        ),
-    ] = False,
-    force: Annotated[
-        bool, o.setting("--force", help="Read every file again, even if it looks unchanged.")
-    ] = False,
+    loader: Annotated[list[str] | None, o.setting(metavar="SUFFIX=MODULE:FUNCTION")] = None,
+    first_records: Annotated[bool, o.setting("--first-records")] = False,
+    force: Annotated[bool, o.setting("--force")] = False,
     dry_run: DryRunOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -270,6 +245,20 @@ def ingest(
     replaced, and deleted files are removed from the index. If a run is killed, the next one
     completes it. A file that cannot be read within the limits is reported and left out; the others
     are indexed, and the exit code is 1.
+
+    Parameters
+    ----------
+    paths
+        Files and folders to index.
+    loader
+        Function that reads files with this suffix, such as .odp=slides:load. It takes a path and
+        bytes, yields kvrag.Document objects, and overrides a built-in loader for the suffix.
+        Repeatable.
+    first_records
+        With a filler or similar, also store each chunk's KV for the first place of a prompt now.
+        Otherwise the first prompt that begins with the chunk computes and stores it.
+    force
+        Read every file again, even if it looks unchanged.
     """
     from kvrag.codec.names import parse_codec
     from kvrag.ingest.files import resolve_path

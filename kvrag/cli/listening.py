@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
 import select
 import socket
+import socketserver
 import struct
 import threading
 import time
@@ -20,7 +19,7 @@ from kvrag.cli import console
 from kvrag.cli import options as o
 from kvrag.cli.answering import Outcome, Say
 from kvrag.cli.conversation import Asker
-from kvrag.cli.through import SUFFIX, StoppedAnswerError, Wire, described, place
+from kvrag.cli.through import StoppedAnswerError, Wire, described, place
 from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.idle import Idle
@@ -31,18 +30,16 @@ from kvrag.server.problems import CLIENT_GONE, as_problem
 
 _PING_SECONDS = 5.0
 _CUT_SECONDS = 2.0  # from the end of the grace until an answer's connection is cut
-_UNFINISHED_SECONDS = 60.0  # after which a socket that is not open yet is of a killed server
 # A client that reads nothing for so long is dropped.
 _UNREAD_SECONDS = 60
+
+_PAUSE_SECONDS = 0.1
 # Room in memory changes no answer: the server's own counts.
 _OF_SERVER = ("session_bytes", "session_store_bytes", "card_bytes", "pinned_bytes")
-# What keeps a connection from being accepted now, but not later.
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
-_PAUSE_SECONDS = 0.1
 
 
 @dataclass
-class _Listener:
+class _Answers:
     """Answers connections, each in its thread."""
 
     engine: KVEngine
@@ -54,25 +51,6 @@ class _Listener:
 
     def __post_init__(self) -> None:
         self.open: dict[socket.socket, threading.Thread] = {}
-
-    def accept(self, listener: socket.socket) -> None:
-        """Accept connections until the listener is closed."""
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError as error:
-                if error.errno not in _PASSING:
-                    return
-                time.sleep(_PAUSE_SECONDS)
-                continue
-            connection.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _UNREAD_SECONDS, 0)
-            )
-            thread = threading.Thread(
-                target=self._serve, args=[connection], name="kvrag-command", daemon=True
-            )
-            self.open[connection] = thread
-            thread.start()
 
     def end(self, grace_seconds: float) -> None:
         """End the connections; answers that have begun may go on for a while."""
@@ -89,8 +67,12 @@ class _Listener:
             with suppress(OSError):  # it reads a long prompt, and nobody waits for that
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, ValueError, EOFError):
+    def serve(self, connection: socket.socket) -> None:
+        """Answer one connection until it ends."""
+        self.open[connection] = threading.current_thread()
+        limit = struct.pack("ll", _UNREAD_SECONDS, 0)
+        with suppress(OSError, ValueError, EOFError):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             self._converse(connection, Wire(connection))
         self.open.pop(connection, None)
 
@@ -207,38 +189,50 @@ def listening(
     grace_seconds: float,
 ) -> Iterator[None]:
     """Answer `kvrag query` and `kvrag chat` of the same index, until the block ends."""
-    beginning = place(opening.index, makes=True)
-    if beginning is None:
+    path = place(opening.index, makes=True)
+    if path is None:
         yield
         return
-    # Each server has its own: none ends with another.
-    path = beginning.with_suffix(f".{secrets.token_hex(4)}{SUFFIX}")
-    unfinished = path.with_suffix("")
-    for left in beginning.parent.glob(f"*.{'[0-9a-f]' * 8}"):
-        with suppress(OSError):
-            if left.stat().st_mtime < time.time() - _UNFINISHED_SECONDS:
-                left.unlink()
-    with socket.socket(socket.AF_UNIX) as listener:
-        try:
-            listener.bind(os.fspath(unfinished))
-            unfinished.chmod(0o600)
-            listener.listen()
-            unfinished.rename(path)  # commands ask from now on
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            console.note(f"'kvrag query' will not ask this server: {error}")
-            yield
-            return
-        answers = _Listener(engine, idle, metrics, described(opening, answering))
+    answers = _Answers(engine, idle, metrics, described(opening, answering))
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            answers.serve(self.request)
+
+    class Listener(socketserver.ThreadingUnixStreamServer):
+        daemon_threads = True
+        block_on_close = False
+        request_queue_size = 128
+
+        def get_request(self) -> Any:
+            try:
+                return super().get_request()
+            except OSError:  # too many open files: not for ever
+                time.sleep(_PAUSE_SECONDS)
+                raise
+
+    own = path.with_suffix(".new")
+    try:
+        own.unlink(missing_ok=True)
+        listener = Listener(os.fspath(own), Handler)
+        own.chmod(0o600)
+        number = own.stat().st_ino
+        own.replace(path)  # commands ask the newest server of an index
+    except OSError as error:
+        console.note(f"'kvrag query' will not ask this server: {error}")
+        yield
+        return
+    with listener:
         thread = threading.Thread(
-            target=answers.accept, args=[listener], name="kvrag-commands", daemon=True
+            target=listener.serve_forever, args=[0.1], name="kvrag-commands", daemon=True
         )
         thread.start()
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
             with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                if path.stat().st_ino == number:
+                    path.unlink()
+            listener.shutdown()
             thread.join()
             answers.end(grace_seconds)

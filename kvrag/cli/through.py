@@ -16,8 +16,7 @@ import socket
 import stat
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import is_dataclass
 from itertools import cycle
@@ -31,11 +30,9 @@ from kvrag.cli.answering import Outcome, Say
 from kvrag.errors import KVRagError
 from kvrag.ingest import CATALOG_NAME
 
-SUFFIX = ".sock"
 # What computes, and whether stored KV is taken: these change answers.
 _VARIABLES = ("KVRAG_ISA", "KVRAG_NEVER_SLOWER", "KVRAG_CUDA_GRAPHS", "KVRAG_GPU_KERNELS")
-_GREETING_SECONDS = 10.0  # for all servers
-_LEAST_SECONDS = 0.05  # for one whose answer has come while others were waited for
+_GREETING_SECONDS = 10.0
 _SILENT_SECONDS = 60.0
 # Options that may be paths, which each end begins where it is.
 _PATHS = ("model", "links")
@@ -85,7 +82,7 @@ class Wire:
 
 
 def place(index: Path | str, *, makes: bool) -> Path | None:
-    """Return how the sockets of an index begin; None if there is no safe place for one."""
+    """Return the socket of an index's server; None if there is no safe place for one."""
     if not (hasattr(socket, "AF_UNIX") and hasattr(os, "getuid") and Path(index).is_dir()):
         return None
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -103,7 +100,8 @@ def place(index: Path | str, *, makes: bool) -> Path | None:
     if not is_own or found.st_mode & 0o077:
         console.note(f"{folder} is not used: other users may write there, or it is theirs")
         return None
-    return folder / hashlib.sha256(os.fsencode(os.path.realpath(index))).hexdigest()[:24]
+    name = hashlib.sha256(os.fsencode(os.path.realpath(index))).hexdigest()[:24]
+    return folder / f"{name}.sock"
 
 
 def described(opening: o.Opening, answering: o.Answering) -> dict[str, Any]:
@@ -193,70 +191,40 @@ def connected(
 ) -> Remote | None:
     """Return what answers in a running server of the index, until the stack ends; or None.
 
-    That is the newest server that would answer as the command by itself.
-
     Raises
     ------
     KVRagError
         If the server refuses the conversation as a whole.
     """
-    beginning = place(opening.index, makes=False)
-    if beginning is None or not (sockets := _newest_first(beginning)):
+    path = place(opening.index, makes=False)
+    if path is None or not path.exists():
         return None
-    try:
-        same = described(opening, answering)
-    except OSError:  # there is no whole index
-        return None
-    hello = {"same": same, "history": history} | {
-        name: getattr(searching, name) for name in ("k", "filter", "rerank", "no_chat")
-    }
-    refusals = []
-    due = time.monotonic() + _GREETING_SECONDS
-    with ExitStack() as all_greeted:
-        for own, connection, wire in [*_greeted(all_greeted, sockets, hello, due)]:
-            try:
-                connection.settimeout(max(_LEAST_SECONDS, due - time.monotonic()))
-                said = wire.receive()
-            except (OSError, ValueError, EOFError) as error:
-                said = {"no": str(_gone(error))}
-            if "error" in said:
-                raise KVRagError(said["error"])
-            if "no" not in said:
-                connection.settimeout(_SILENT_SECONDS)
-                held.enter_context(own.pop_all())
-                return Remote(wire)
-            refusals.append(said["no"])
-    if refusals:
-        console.note(f"a running 'kvrag serve' is not asked: {refusals[0]}; loading the model here")
-    return None
-
-
-def _greeted(
-    held: ExitStack, sockets: list[Path], hello: Mapping[str, Any], due: float
-) -> Iterator[tuple[ExitStack, socket.socket, Wire]]:
-    """Greet all servers that can be reached, so that one that hangs takes no time from others."""
-    for path in sockets:
-        own = held.enter_context(ExitStack())
-        connection = own.enter_context(socket.socket(socket.AF_UNIX))
-        connection.settimeout(max(_LEAST_SECONDS, due - time.monotonic()))
+    with ExitStack() as own:
         try:
+            same = described(opening, answering)
+            connection = own.enter_context(socket.socket(socket.AF_UNIX))
+            connection.settimeout(_GREETING_SECONDS)
             connection.connect(os.fspath(path))
-        except OSError as error:
-            if isinstance(error, ConnectionRefusedError):  # of a server that was killed
-                path.unlink(missing_ok=True)
-            continue
+        except ConnectionRefusedError:  # of a server that was killed
+            path.unlink(missing_ok=True)
+            return None
+        except OSError:  # there is no whole index, or the server has ended meanwhile
+            return None
+        names = ("k", "filter", "rerank", "no_chat")
         wire = Wire(connection)
-        with suppress(OSError):  # who receives hears of it
-            wire.send(**hello)
-        yield own, connection, wire
-
-
-def _newest_first(beginning: Path) -> list[Path]:
-    found = []
-    for path in beginning.parent.glob(f"{beginning.name}*{SUFFIX}"):
-        with suppress(OSError):  # its server has ended meanwhile
-            found.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(found, reverse=True)]
+        try:
+            wire.send(same=same, history=history, **{one: getattr(searching, one) for one in names})
+            said = wire.receive()
+        except (OSError, ValueError, EOFError) as error:
+            said = {"no": str(_gone(error))}
+        if "error" in said:
+            raise KVRagError(said["error"])
+        if "no" not in said:
+            connection.settimeout(_SILENT_SECONDS)
+            held.enter_context(own.pop_all())
+            return Remote(wire)
+    console.note(f"a running 'kvrag serve' is not asked: {said['no']}; loading the model here")
+    return None
 
 
 def _gone(error: Exception) -> ServerGoneError:

@@ -92,51 +92,35 @@ def _counters(counts: Counts) -> Iterator[tuple[str, str]]:
     lines: dict[str, list[str]] = {}
     for (name, labels), value in sorted(counts.items()):
         values = dict(labels)
+        what, shown = console.field(name, value if value % 1 else round(value))
         if name.startswith("store_"):
             label = f"tier {values.get('tier')}, {values.get('store')}"
-            what = name.removeprefix("store_").replace("_", " ")
-            shown = f"{what} {_counted(name, value)}"
-            if "reason" in values:
-                shown = f"{shown} {values['reason']}"
+            words = [what.removeprefix("store "), shown, values.get("reason", "")]
         else:
-            label = name.replace("_", " ")
-            shown = " ".join([*values.values(), _counted(name, value)])
-        lines.setdefault(label, []).append(shown)
+            label, words = name.replace("_", " "), [*values.values(), shown]
+        lines.setdefault(label, []).append(" ".join(words).rstrip())
     for label, parts in lines.items():
         yield label, ", ".join(parts)
 
 
-def _counted(name: str, value: float) -> str:
-    if name.endswith("seconds"):
-        return console.format_seconds(value)
-    if name.endswith("bytes"):
-        return console.format_bytes(value)
-    return f"{value:,.0f}"
-
-
 def gc(
     index: o.IndexOption = o.DEFAULT_INDEX,
-    shared: Annotated[
-        bool,
-        typer.Option(
-            "--shared",
-            help="In a store outside the index's folder, also delete everything that this index "
-            "does not need, including the records of other indexes.",
-        ),
-    ] = False,
-    grace: Annotated[
-        float,
-        o.setting(
-            min=0,
-            metavar="HOURS",
-            help="A shared index (--index URL) keeps what its newest version does not need for so "
-            "long: other machines may lag that much.",
-        ),
-    ] = 24.0,
+    shared: Annotated[bool, typer.Option("--shared")] = False,
+    grace: Annotated[float, o.setting(min=0, metavar="HOURS")] = 24.0,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Delete records that no chunk refers to, such as those of an interrupted run."""
+    """Delete records that no chunk refers to, such as those of an interrupted run.
+
+    Parameters
+    ----------
+    shared
+        In a store outside the index's folder, also delete everything that this index does not need,
+        including the records of other indexes.
+    grace
+        A shared index (--index URL) keeps what its newest version does not need for so long: other
+        machines may lag that much.
+    """
     with open_index(index, store=store) as opened:
         report = opened.upkeep.gc(delete_shared=shared, grace_seconds=3600 * grace)
     console.show(report, as_json, _print_deleted)
@@ -153,28 +137,24 @@ def _print_deleted(report: GcReport) -> None:
 
 def verify(
     index: o.IndexOption = o.DEFAULT_INDEX,
-    repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair",
-            help="Compute missing and damaged records again, and read documents again if their "
-            "rows in the catalog are damaged.",
-        ),
-    ] = False,
+    repair: Annotated[bool, typer.Option("--repair")] = False,
     embedding: o.EmbeddingOption = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Check every stored record and every row of the catalog; exit 1 if there is a problem."""
+    """Check every stored record and every row of the catalog; exit 1 if there is a problem.
+
+    Parameters
+    ----------
+    repair
+        Compute missing and damaged records again, and read documents again if their rows in the
+        catalog are damaged.
+    """
     with (
         open_index(index, store=store, mend=repair, embedding=embedding) as opened,
         console.progress("reading every record") as say,
     ):
-
-        def show(done: int, total: int) -> None:
-            say(f"{done:,} of {total:,} records read")
-
-        report = opened.upkeep.verify(repair=repair, on_progress=show)
+        report = opened.upkeep.verify(repair=repair, on_progress=console.records(say))
     console.show(report, as_json, _print_verified)
     if not report.ok:
         raise typer.Exit(EXIT_FAILURE)
@@ -233,7 +213,7 @@ def recode(
         report = opened.upkeep.recode(
             codec,
             profile=given,
-            on_progress=lambda done, total: say(f"{done:,} of {total:,} records"),
+            on_progress=console.records(say),
             on_profile=say,
         )
     console.show(report, as_json, _print_recoded)
@@ -251,28 +231,25 @@ def _print_recoded(report: RecodeReport) -> None:
 
 def profile(
     opening: o.Opening,
-    codec: Annotated[
-        str,
-        typer.Option(help="Codec to fit: packed, transform, transform:BITS, cachegen or lossless."),
-    ] = "transform",
-    tokens: Annotated[
-        int | None,
-        o.setting(
-            min=256,
-            help="Tokens in the sample, taken evenly from the index. Default: what suits the codec "
-            "(packed 4,096, others 16,384).",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Also write the profile to this file, for other indexes of the model."),
-    ] = None,
+    codec: Annotated[str, typer.Option()] = "transform",
+    tokens: Annotated[int | None, o.setting(min=256)] = None,
+    out: Annotated[Path | None, typer.Option()] = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Fit a codec's bases and probability tables, and save them in the index.
 
     The index keeps its codec and its KV. To use the profile, run 'kvrag recode --profile', or
     'kvrag ingest --profile' for a new index of the same model.
+
+    Parameters
+    ----------
+    codec
+        Codec to fit: packed, transform, transform:BITS, cachegen or lossless.
+    tokens
+        Tokens in the sample, taken evenly from the index. Default: what suits the codec (packed
+        4,096, others 16,384).
+    out
+        Also write the profile to this file, for other indexes of the model.
     """
     with opening.open() as opened, console.progress("reading the index") as say:
         fitted = opened.upkeep.fit_profile(codec, num_tokens=tokens, on_progress=say)
@@ -313,18 +290,9 @@ def _print_profile(fitted: Profile) -> None:
 
 
 def rm(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE",
-            help="Documents as 'kvrag ls' shows them, files, folders, or patterns such as "
-            "'notes/*.md' or 'notes/**/*.md' (quote them; * stays in one folder, ** does not).",
-        ),
-    ],
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE")],
     index: o.IndexOption = o.DEFAULT_INDEX,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -332,6 +300,14 @@ def rm(
 
     The files themselves stay, so a later 'kvrag ingest' of their folder adds them again. The next
     'kvrag gc' deletes their stored KV.
+
+    Parameters
+    ----------
+    sources
+        Documents as 'kvrag ls' shows them, files, folders, or patterns such as 'notes/*.md' or
+        'notes/**/*.md' (quote them; * stays in one folder, ** does not).
+    dry_run
+        Show what would be removed; remove nothing.
     """
     if any(not one.strip() for one in sources):
         # An empty path would mean the working directory, with everything in it.
@@ -447,16 +423,10 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def _alike(name: str, sources: Iterable[str]) -> list[str]:
     """Return documents' names similar to one that was not found, as `kvrag rm` accepts them."""
-    shown = sorted(map(console.short_path, sources))
-    ends = {one: os.path.basename(one) for one in shown}  # noqa: PTH119  (a source may be any text)
-    end = os.path.basename(name.rstrip("/"))  # noqa: PTH119
-    by_end = [
-        one
-        for alike in arguments.alike(end, sorted(set(ends.values())))
-        for one in shown
-        if ends[one] == alike
-    ]
-    return list(dict.fromkeys([*by_end, *arguments.alike(name, shown)]))
+    shown = sorted(map(console.short_path, sources), reverse=True)
+    by_end = {one.rpartition("/")[2]: one for one in shown}  # a source may be any text
+    ends = arguments.alike(name.rstrip("/").rpartition("/")[2], by_end)
+    return [by_end[one] for one in ends] or arguments.alike(name, shown)
 
 
 def _print(rows: Sequence[DocumentRow], num_chunks: int, index: Path, dry_run: bool) -> None:

@@ -70,8 +70,6 @@ class TestWhatWins:
             ),
             ('policy = "boundary"\nratio = 0.2', "--policy boundary", ("boundary", 0.2, None)),
             ("ratio = 0.2", "--policy two_stage", ("two_stage", 0.2, None)),
-            ("ratio = 0.2", "--policy none", ("none", None, None)),
-            ("", "--policy seam --boundary-tokens 3", ("seam", None, 3)),
         ],
     )
     def test_a_policys_parameters_belong_to_it(
@@ -94,27 +92,21 @@ class TestWhatWins:
         told = capsys.readouterr().err
         assert (bool(from_file) and from_file in told) == ("=0.2" in from_file and taken[1] == 0.2)
 
-    def test_no_compression_is_as_ever(self, run: Run, folder: Path) -> None:
-        write(folder, '[ingest]\ncompress = "none"\nchunk-tokens = 32\n')
-        assert rows(run, "ingest")["chunk-tokens"] == (32, "kvrag.toml:3")
-        write(folder, '[ingest]\ncompress = "drop:0.5"\n')
-        assert "compress is gone. Compression by drop" in refused(run, "config", "ingest")
-
     def test_a_table_goes_before_what_holds_for_all(self, run: Run, folder: Path) -> None:
         path = write(folder, 'model = "a"\n[chat]\nmodel = "b"\n')
-        assert rows(run, "query", "--config", path)["model"] == ("a", f"{path}:1")
-        assert rows(run, "chat", "--config", path)["model"] == ("b", f"{path}:3")
+        assert rows(run, "query", "--config", path)["model"] == ("a", str(path))
+        assert rows(run, "chat", "--config", path)["model"] == ("b", str(path))
 
     def test_which_file(self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("found", "variable", "named"):
             (folder / name).mkdir()
             (folder / name / "kvrag.toml").write_text(f"[query]\nseed = {len(name)}\n")
         monkeypatch.chdir(folder / "found")
-        assert rows(run, "query")["seed"] == (5, "kvrag.toml:2")
+        assert rows(run, "query")["seed"] == (5, "kvrag.toml")
         monkeypatch.setenv(settings.VARIABLE, str(folder / "variable" / "kvrag.toml"))
         assert rows(run, "query")["seed"][0] == 8
         named = folder / "named" / "kvrag.toml"
-        assert rows(run, "query", "--config", named)["seed"] == (5, f"{named}:2")
+        assert rows(run, "query", "--config", named)["seed"] == (5, str(named))
         assert rows(run, "query", "--config", os.devnull)["seed"] == (None, "default")
         monkeypatch.setenv(settings.VARIABLE, "kvrag.toml")
         assert "expected an absolute path" in refused(run, "config")
@@ -132,44 +124,35 @@ class TestNothingIsPassedOver:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ('indx = "x"', "kvrag.toml:1: 'indx' is no key for all commands (is it 'index'?)"),
-            ('\npolicy = "none"', "kvrag.toml:2: 'policy' is no key for all commands"),
-            ('index = " "', "kvrag.toml:1: index: expected text, found ' '"),
-            ("[qury]\nk = 1", "kvrag.toml:1: there is no command 'kvrag qury' (is it 'query'?)"),
-            ("[pml.rn]\nk = 1", "kvrag.toml:1: there is no command 'kvrag pml rn' (is it 'run'?)"),
+            ('indx = "x"', "'indx' is no key for all commands (is it 'index'?)"),
+            ('index = " "', "index = ' ': expected a folder, found an empty path"),
+            ("[qury]\nk = 1", "there is no command 'kvrag qury' (is it 'query'?)"),
+            ("[pml.rn]\nk = 1", "there is no command 'kvrag pml rn' (is it 'run'?)"),
             (
                 "[pml]\nratio = 1",
-                "kvrag.toml:2: 'pml' is a group of commands: expected tables such",
+                "'pml' is a group of commands: expected tables such as [pml.",
             ),
-            ("[query]\npolcy = 1", "kvrag.toml:2: 'kvrag query' has no option 'polcy' (is it 'pol"),
-            ("[query]\nmax_tokens = 1", "'kvrag query' has no option 'max_tokens' (is it 'max-tok"),
+            ("[query]\npolcy = 1", "'kvrag query' has no option 'polcy' (is it 'pol"),
             ("[query]\n'' = 1", "has no option ''; it has boundary-tokens, card-bytes, compute, "),
             ("[query]\nk = 1\nk = 2", "a value (at end of document), found 'k = 2'; name each"),
             ("[query]\nk = 1 2", "(at line 2, column 7), found 'k = 1 2'; name each key"),
-            ("[query]\n\nk = '1'", "kvrag.toml:3: k: expected a whole number from 1, found '1'"),
-            ("[query]\nk = true", "kvrag.toml:2: k: expected a whole number from 1, found True"),
-            ("[query]\nk = 0", "kvrag.toml:2: k: expected a whole number from 1, found 0"),
-            ("[query]\npolicy = 1", "kvrag.toml:2: policy: expected text, found 1"),
-            ("[query]\njson = 1", "kvrag.toml:2: json: expected true or false, found 1"),
-            ("[ingest]\nloader = 'a'", "kvrag.toml:2: loader: expected a list of texts, found 'a'"),
-            ("[choose-store]\nloss = nan", "loss: expected a number from 0 to 1, found nan"),
-            ("[pml]\nrun.seed = 1\nrun.sed = 1", "kvrag.toml:3: 'kvrag pml run' has no option"),
-            ("[demo]\nquestions = ''", "kvrag.toml:2: questions: expected a path, found ''"),
-            ("[[query]]\nk = 1", "kvrag.toml:1: 'query' is no key for all commands"),
-            ("k = ", "kvrag.toml is not TOML: Invalid value"),
-            ("#\n" * 32_001, "at most 64,000 are read"),
-            (f"\n{'a.' * 21}a = 1", "kvrag.toml:2: expected at most 20 dots in a line, found 21"),
-            (f"a = '{'.' * 30}' # {'.' * 30}", "'a' is no key for all commands"),
-            (f"a = 1{' ' * 2000}#", "expected at most 2,000 characters in a line, found 2,006"),
+            ("[query]\nk = true", "[query] k = True: expected a value, neither empty nor a flag"),
+            ("[query]\nk = 0", "[query] k = 0: Input should be greater than or equal to 1"),
+            ("[query]\nk = [1]", "[query] k = [1]: Input should be a valid integer"),
+            ("[query]\njson = 1", "[query] json = 1: expected true or false"),
+            ("[ingest]\nloader = 'a'", "[ingest] loader = 'a': "),
+            ("[choose-store]\nloss = nan", "loss = nan: Input should be less than or equal to 1"),
+            ("[pml]\nrun.seed = 1\nrun.sed = 1", "'kvrag pml run' has no option 'sed'"),
+            ("[demo]\nquestions = ''", "[demo] questions = '': expected a value, neither empty"),
+            ("[[query]]\nk = 1", "'query' is no key for all commands"),
+            ("#\n" * 8_001, "at most 16,000 are read"),
             ('index = "\\u0000"', "index '\\x00': expected a path without zero bytes"),
             ('index = "~nosuchuser/x"', "index '~nosuchuser/x': expected the name of a user"),
             (f'index = "{"b" * 300}"', "...: expected a shorter name"),
-            ('index = "loop"', "kvrag.toml:1: index 'loop': expected no links that lead in a cir"),
-            (f"'{'x' * 1900}' = 1", f"'{'x' * 196}... is no key for all commands"),
+            ('index = "loop"', "loop': expected no links that lead in a circle"),
             (f"[query]\n{'x' * 1900} = 1", f"has no option '{'x' * 196}...; it has boundary-"),
-            ("[query]\nratio = 7", "kvrag.toml:2: ratio: expected a number from 0 to 1, found 7"),
-            ("[query]\nttft = 0", "kvrag.toml:2: ttft: expected a number above 0, found 0"),
-            ("[query]\npolicy = 'x'", "kvrag.toml:2: policy: unknown policy 'x'; known: none, "),
+            ("[query]\nttft = 0", "[query] ttft = 0: expected a number above 0, found 0"),
+            ("[query]\npolicy = 'x'", "[query] policy = 'x': unknown policy 'x'; known: none, "),
             ('"\\u001b[2J" = 1', "'\\x1b[2J' is no key for all commands"),
         ],
         ids=lambda text: text[:24],
@@ -178,17 +161,15 @@ class TestNothingIsPassedOver:
         (folder / "loop").symlink_to("loop")
         write(folder, text)
         # Also where it is said of another command.
-        assert said in refused(run, "doctor")
+        told = refused(run, "doctor")
+        assert told.startswith("kvrag.toml")
+        assert said in told
 
-    def test_a_file_that_is_not_there(self, run: Run, folder: Path) -> None:
+    def test_what_cannot_be_read(self, run: Run, folder: Path) -> None:
         said = refused(run, "ls", "-i", folder, "--config", "gone.toml")
         assert said.startswith("gone.toml cannot be read: No such file or directory; ")
         (folder / "kvrag.toml").write_bytes(b"\xff")
-        said = refused(run, "ls", "-i", folder)
-        assert said.startswith("kvrag.toml is not UTF-8")
-        assert said.endswith("; save it as UTF-8")
-
-    def test_a_file_that_an_editor_marks_as_utf8(self, run: Run, folder: Path) -> None:
+        assert "is not UTF-8" in refused(run, "ls", "-i", folder)
         (folder / "kvrag.toml").write_text("[query]\nk = 3\n", encoding="utf-8-sig")
         assert "query k = 3" in run("config").out
 
@@ -197,8 +178,6 @@ class TestNothingIsPassedOver:
         [
             (lambda path: path.mkdir(), "not a regular file but a folder"),
             (lambda path: os.mkfifo(path), "not a regular file but a pipe"),
-            (lambda path: path.symlink_to(os.devnull), "not a regular file but a device"),
-            (lambda path: path.symlink_to("gone"), "it is a link to nothing"),
             (lambda path: path.symlink_to("kvrag.toml"), "it is a link to nothing"),
         ],
     )
@@ -300,17 +279,16 @@ class TestConfig:
         done = run("config")
         assert done.out.splitlines() == [
             str(folder / "kvrag.toml"),
-            "  kvrag.toml:1: index = idx",
-            "  kvrag.toml:4: query seed = 7",
-            "  kvrag.toml:5: query device = cuda",
+            "  index = idx",
+            "  query seed = 7",
+            "  query device = cuda",
         ]
         found = rows(run, "query")
-        assert found["index"] == ("idx", "kvrag.toml:1")
-        assert found["seed"] == (7, "kvrag.toml:4")
+        assert found["index"] == ("idx", "kvrag.toml")
+        assert found["seed"] == (7, "kvrag.toml")
         assert found["policy"] == ("two_stage", "default")
         shown = run("config", "query").out
         assert "Makes sampled answers repeatable" in shown
-        assert "kvrag.toml:4" in shown
 
     def test_without_a_file(self, run: Run, folder: Path) -> None:
         done = run("config")
@@ -328,10 +306,10 @@ class TestHelp:
     def test_help_shows_at_most_twelve_options(self, run: Run, name: str) -> None:
         shown = run(*name.split(), "--help").out
         keys = COMMANDS[name].keys.values()
-        for key in keys:
-            assert (f"--{key.name} " in shown) == (not key.info.hidden and key.name != "k")
-        assert sum(not key.info.hidden for key in keys) + len(("--config", "--help")) <= 12
-        num_more = sum(key.info.hidden for key in keys)
+        for key_name, key in COMMANDS[name].keys.items():
+            assert (f"--{key_name} " in shown) == (not key.hidden and key_name != "k")
+        assert sum(not key.hidden for key in keys) + len(("--config", "--help")) <= 12
+        num_more = sum(key.hidden for key in keys)
         if num_more:
             said = f"'kvrag config {name}' lists all options, {num_more} more than these."
             assert said in " ".join(shown.split())

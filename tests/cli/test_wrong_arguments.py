@@ -202,8 +202,8 @@ def test_an_option_of_version_0_2_says_what_replaces_it(run: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[serve-kv]\nport = 8650", "kvrag.toml:1: 'kvrag serve-kv' is gone: let a web server"),
-        ('[calibrate]\ndata = "x"', "kvrag.toml:2: data is gone: 'kvrag calibrate' asks about"),
+        ("[serve-kv]\nport = 8650", "kvrag.toml: 'kvrag serve-kv' is gone: let a web server"),
+        ('[calibrate]\ndata = "x"', "kvrag.toml: data is gone: 'kvrag calibrate' asks about"),
     ],
 )
 def test_settings_of_version_0_2_say_what_replaces_them(
