@@ -6,6 +6,7 @@ import io
 import posixpath
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvrag.errors import DocumentError
@@ -33,10 +34,8 @@ class Archive:
     def __init__(self, path: str, kind: str, content: bytes) -> None:
         self.path = path
         check_kind(path, kind, content)
-        try:
+        with reading(path, kind):
             self._zip = zipfile.ZipFile(io.BytesIO(content))
-        except Exception as error:  # any error of a parser means that the file is bad
-            raise damaged(path, kind, error) from error
         parts = self._zip.infolist()
         self._parts = {one.filename.replace("\\", "/").lstrip("/").lower(): one for one in parts}
 
@@ -130,6 +129,18 @@ def check_kind(path: str, kind: str, content: bytes) -> None:
             raise DocumentError(f"{path}: no {kind} but {name}; {remedy}")
 
 
-def damaged(path: str, kind: str, error: Exception) -> DocumentError:
-    """Return the error of a file whose parser failed."""
-    return DocumentError(f"{path}: a damaged {kind} ({type(error).__name__}: {error})")
+@contextmanager
+def reading(path: str, kind: str, extra: str = "docs") -> Iterator[None]:
+    """Let any error of a parser in the block say that the file is damaged.
+
+    A parser that is missing comes with ``kvrag[extra]``.
+    """
+    try:
+        yield
+    except (MemoryError, DocumentError):  # at the limit: the process says so
+        raise
+    except Exception as error:
+        what = f"a damaged {kind} ({type(error).__name__}: {error})"
+        if isinstance(error, ImportError) or "MissingDependency" in type(error).__name__:
+            what = f"reading it needs more libraries: pip install 'kvrag[{extra}]'"
+        raise DocumentError(f"{path}: {what}") from error

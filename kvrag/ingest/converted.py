@@ -24,7 +24,7 @@ from typing import Any
 
 from kvrag.chunk import PAGE_BREAK
 from kvrag.errors import DocumentError
-from kvrag.ingest.archives import Archive, check_kind, damaged
+from kvrag.ingest.archives import Archive, check_kind, reading
 
 # Cells of spreadsheets as their number formats show them: "00042", "12.5%", "30:15", "2 Jan 2026".
 #
@@ -302,21 +302,13 @@ def converted_to_text(path: str, content: bytes) -> tuple[str, str]:
         Archive(path, kind, content).check_size()
     elif suffix == ".xls":
         check_kind(path, kind, content)
-    try:
+    with reading(path, kind):
         if suffix in _SHEETS:
             return "", _sheets_to_text(_SHEETS[suffix](content))
         from markitdown import StreamInfo, converters
 
         converter = getattr(converters, _CONVERTERS[suffix])()
         result = converter.convert(io.BytesIO(content), StreamInfo())
-    except MemoryError:  # at the limit: the process says so
-        raise
-    except Exception as error:  # any error of a library means that the file is bad
-        if isinstance(error, ImportError) or "MissingDependency" in type(error).__name__:
-            raise DocumentError(
-                f"{path}: reading it needs more libraries: pip install 'kvrag[docs]'"
-            ) from error
-        raise damaged(path, kind, error) from error
     text = result.markdown.replace(PAGE_BREAK, "\n")
     if suffix == ".pptx":
         text = PAGE_BREAK.join(_SLIDE.split(text)[1:])
@@ -477,22 +469,18 @@ def pdf_to_text(path: str, content: bytes) -> tuple[str, str]:
     DocumentError
         When it is damaged, encrypted, or has no text layer; or pypdfium2 is not installed.
     """
-    try:
+    with reading(path, "PDF", "ingest"):
         import pypdfium2
-    except ImportError as error:
-        raise DocumentError(
-            f"{path}: reading it needs pypdfium2: pip install 'kvrag[ingest]'"
-        ) from error
-    try:
-        document = pypdfium2.PdfDocument(content)
+
+        try:
+            document = pypdfium2.PdfDocument(content)
+        except pypdfium2.PdfiumError as error:
+            if "password" in str(error).lower():
+                why = "the PDF is encrypted; remove its password first"
+                raise DocumentError(f"{path}: {why}") from error
+            raise
         pages = [_page_text(document, number) for number in range(len(document))]
         title = document.get_metadata_value("Title").strip()
-    except pypdfium2.PdfiumError as error:
-        if "password" in str(error).lower():
-            raise DocumentError(
-                f"{path}: the PDF is encrypted; remove its password first"
-            ) from error
-        raise damaged(path, "PDF", error) from error
     if not any(page.strip() for page in pages):
         raise DocumentError(
             f"{path}: the PDF has {len(pages)} pages but no text layer; run OCR over it first"

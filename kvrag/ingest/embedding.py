@@ -190,7 +190,7 @@ class SentenceEmbedding(Embedding):
         if self.max_tokens is None:
             return [text]
         tokens = self._tokens(text)
-        spans, words = tokens["offset_mapping"], tokens.word_ids(0)
+        spans, words = tokens.offsets, tokens.word_ids
         if len(spans) <= self.max_tokens:
             return [text]
         starts = [i for i, word in enumerate(words) if i == 0 or word != words[i - 1]]
@@ -212,18 +212,12 @@ class SentenceEmbedding(Embedding):
         # The one that `encode_document` takes.
         prompt = next((prompts[n] for n in ("document", "passage", "corpus") if n in prompts), "")
         special: int = tokenizer.num_special_tokens_to_add()
-        return max(1, int(limit) - special - len(self._tokens(prompt or "").input_ids))
+        return max(1, int(limit) - special - len(self._tokens(prompt or "").ids))
 
     def _tokens(self, text: str) -> Any:
         with self._reading:
-            return self._model.tokenizer(
-                text,
-                add_special_tokens=False,
-                truncation=False,
-                padding=False,
-                return_offsets_mapping=True,
-                verbose=False,
-            )
+            how = {"add_special_tokens": False, "truncation": False, "padding": False}
+            return self._model.tokenizer(text, **how, verbose=False).encodings[0]
 
     def _encode(self, encode: Any, texts: list[str]) -> Vectors:
         # On a CPU, a vector's last bits depend on how far its batch is padded, and batches save

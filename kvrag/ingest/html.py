@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from kvrag.errors import DocumentError
-from kvrag.ingest.archives import Archive, damaged
+from kvrag.ingest.archives import Archive, reading
 from kvrag.ingest.files import read_page
 from kvrag.ingest.layout import Layout, numeral
 
@@ -208,7 +208,7 @@ def epub_to_text(path: str, content: bytes) -> tuple[str, str]:
     DocumentError
         When it is damaged, or unpacks to more than 256 MiB.
     """
-    try:
+    with reading(path, _BOOK):
         archive = Archive(path, _BOOK, content)
         archive.check_size()
         (package, *_) = archive.tree("META-INF/container.xml").iter("{*}rootfile")
@@ -220,10 +220,6 @@ def epub_to_text(path: str, content: bytes) -> tuple[str, str]:
         found = [pages.get(one.get("idref")) for one in book.iter("{*}itemref")]
         texts = [_page(path, archive, place, one) for one in found if one is not None]
         title = next(("".join(one.itertext()) for one in book.iter("{*}title")), "")
-    except (MemoryError, DocumentError):  # at the limit: the process says so
-        raise
-    except Exception as error:  # any error of a parser means that the file is bad
-        raise damaged(path, _BOOK, error) from error
     return " ".join(title.split()), "\n\n".join(filter(None, texts))
 
 

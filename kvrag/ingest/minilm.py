@@ -8,15 +8,15 @@ same to the last bit, so indexes made either way fit.
 from __future__ import annotations
 
 import json
-from collections import UserDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from torch.nn import functional
 
 from kvrag.regularfile import read_regular, require_regular_files
@@ -106,8 +106,8 @@ class _Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
 
-    def __call__(self, text: str, **_: Any) -> _Tokens:
-        return _Tokens(self._backend.encode(text, add_special_tokens=False))
+    def __call__(self, text: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(encodings=[self._backend.encode(text, add_special_tokens=False)])
 
     def __len__(self) -> int:
         return self._backend.get_vocab_size()
@@ -126,12 +126,3 @@ class _Tokenizer:
     def num_special_tokens_to_add(self) -> int:
         """Return how many tokens begin and end a text."""
         return self._backend.num_special_tokens_to_add(is_pair=False)
-
-
-class _Tokens(UserDict[str, Any]):
-    def __init__(self, found: Encoding) -> None:
-        super().__init__(offset_mapping=found.offsets, input_ids=found.ids)
-        self.input_ids, self._words = found.ids, found.word_ids
-
-    def word_ids(self, _: int) -> list[int | None]:
-        return self._words

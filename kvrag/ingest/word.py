@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from kvrag.errors import DocumentError
-from kvrag.ingest.archives import Archive, damaged
+from kvrag.ingest.archives import Archive, reading
 from kvrag.ingest.layout import Layout, numeral
 
 _KIND = "Word file"
@@ -76,7 +75,7 @@ def docx_to_text(path: str, content: bytes) -> tuple[str, str]:
     DocumentError
         When it is damaged, is an old ``.doc``, or has a part that unpacks to more than 256 MiB.
     """
-    try:
+    with reading(path, _KIND):
         archive = Archive(path, _KIND, content)
         relations = dict(archive.relations(""))
         main = relations.get("officeDocument", "word/document.xml")
@@ -84,10 +83,6 @@ def docx_to_text(path: str, content: bytes) -> tuple[str, str]:
         titles = archive.tree(core).iter("{*}title") if core in archive else ()
         title = next(("".join(one.itertext()) for one in titles), "")
         return title.strip(), _text(archive, main)
-    except DocumentError:
-        raise
-    except Exception as error:  # any error of a parser means that the file is bad
-        raise damaged(path, _KIND, error) from error
 
 
 def _text(archive: Archive, main: str) -> str:

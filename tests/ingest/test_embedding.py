@@ -113,7 +113,7 @@ def test_minilm_has_the_vectors_of_sentence_transformers_to_the_last_bit(
         np.testing.assert_array_equal(own.embed_query(text), library.embed_query(text))
         assert own.windows(text) == library.windows(text)
         ids = library.tokenizer.encode(text, verbose=False)
-        assert own.tokenizer(text)["input_ids"] == ids[1:-1]
+        assert own.tokenizer(text).encodings[0].ids == ids[1:-1]
     for skips in (True, False):
         how = {"skip_special_tokens": skips, "clean_up_tokenization_spaces": False}
         assert own.tokenizer.decode(ids, **how) == library.tokenizer.decode(ids, **how)
@@ -227,7 +227,7 @@ def test_a_loaded_model_embeds_questions_with_its_prompt(prompted: e.SentenceEmb
 def test_windows_cover_a_text_and_fit(text: str) -> None:
     embedding = e.get_embedding("minilm")
     assert isinstance(embedding, e.SentenceEmbedding)
-    tokens = [len(embedding._tokens(window)["input_ids"]) for window in embedding.windows(text)]
+    tokens = [len(embedding._tokens(window).ids) for window in embedding.windows(text)]
     assert max(tokens) <= embedding.max_tokens == 254
     place = end = 0
     for window in embedding.windows(text):
@@ -235,7 +235,7 @@ def test_windows_cover_a_text_and_fit(text: str) -> None:
         assert not end or place < end  # a sentence across a border is whole in one of them
         end = max(end, place + len(window))
     assert end == len(text)
-    whole = len(embedding._tokens(text)["input_ids"])
+    whole = len(embedding._tokens(text).ids)
     assert len(tokens) <= max(1, whole // 150 + 1)
 
 

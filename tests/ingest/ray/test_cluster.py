@@ -42,14 +42,8 @@ def write_docs(folder: Path) -> Path:
 
 
 def make(folder: Path, **settings: Any) -> Index:
-    chosen = {
-        "model": "kvrag-tiny",
-        "embedding": "minilm",
-        "chunk_tokens": 64,
-        "store": f"file:{folder}-kv",
-        **settings,
-    }
-    return Index.create(folder, **chosen)
+    chosen = {"model": "kvrag-tiny", "embedding": "minilm", "store": f"file:{folder}-kv"}
+    return Index.create(folder, **{**chosen, "chunk_tokens": 64, **settings})
 
 
 @pytest.mark.parametrize("context", ["document:32", "similar:48"])
@@ -132,14 +126,8 @@ def test_the_command_reads_parquet_and_says_what_a_run_takes(cluster: Any, tmp_p
     def run(*more: str) -> str:
         command = [
             *(sys.executable, "-m", "kvrag", "ingest", str(tmp_path / "rows.parquet")),
-            *(
-                "--index",
-                str(tmp_path / "index"),
-                "--embedding",
-                "hashing",
-                "--model",
-                "kvrag-tiny",
-            ),
+            *("--index", str(tmp_path / "index")),
+            *("--embedding", "hashing", "--model", "kvrag-tiny"),
             *("--ray", cluster.address, "--ray-actors", "1:1", "--ray-cpus", "0.5", *more),
         ]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)

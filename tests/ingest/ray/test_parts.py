@@ -7,9 +7,10 @@ import json
 import re
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,31 +55,16 @@ STATE = FileState("/a.txt", "d" * 40, 3, 4, 5, 6)
 
 
 def part(name: str, lengths: list[int], **fields: Any) -> PlannedDocument:
+    tokens = [tuple(range(length)) for length in lengths]
+    contexts = ((1, 2, 3), ())
     chunks = [
-        Chunk(
-            f"{name}-{number}",
-            "x" * length,
-            tuple(range(length)),
-            tuple(range(length)),
-            name,
-            number,
-            {"page": number},
-            contexts=((1, 2, 3), ()),
-        )
-        for number, length in enumerate(lengths)
+        Chunk(f"{name}-{n}", "x" * len(ids), ids, ids, name, n, {"page": n}, contexts)
+        for n, ids in enumerate(tokens)
     ]
+    counts = {"num_chunks": len(chunks), "num_tokens": sum(lengths), "num_control_strings": 2}
+    of_file = {"is_last_of_file": True, "is_known": True}
     return PlannedDocument(
-        name,
-        "e" * 40,
-        {"n": 1},
-        STATE,
-        is_last_of_file=True,
-        is_known=True,
-        num_chunks=len(chunks),
-        num_tokens=sum(lengths),
-        num_control_strings=2,
-        chunks=chunks,
-        **fields,
+        name, "e" * 40, {"n": 1}, STATE, chunks=chunks, **counts, **of_file, **fields
     )
 
 
@@ -287,17 +273,18 @@ def test_the_first_row_with_a_source_is_used(tmp_path: Path, is_one_block: bool)
             assert (getattr(report, kind), report.failed) == (("x",), ())
 
 
-def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> None:
-    def elsewhere(run: Run) -> Plan:
-        plan = Plan()
-        rows = [
-            p.document_row(run.storage.catalog.documents, one)
-            for one in run.sources.documents.values()
-        ]
-        job = replace(job_of(run.storage), store=f"file:{tmp_path / 'elsewhere'}")
-        p.Collector(run, plan, False).collect(computed(rows, job))
-        return plan
+def with_store(run: Run, store: str, find: Callable[[], Any] = contextlib.nullcontext) -> Plan:
+    """Ingest documents as if workers had another store; `find` is around what the driver does."""
+    plan, catalog = Plan(), run.storage.catalog.documents
+    rows = [p.document_row(catalog, one) for one in run.sources.documents.values()]
+    packets = list(computed(rows, replace(job_of(run.storage), store=store)))
+    with find():
+        p.Collector(run, plan, False).collect(packets)
+    return plan
 
+
+def test_kv_that_a_worker_stored_elsewhere_is_not_committed(tmp_path: Path) -> None:
+    elsewhere = partial(with_store, store=f"file:{tmp_path / 'elsewhere'}")
     head = "The same words begin both documents. " * 20
     with tiny_index(tmp_path) as index:
         index.add(Document("a", head))
@@ -315,32 +302,23 @@ def test_of_tiers_workers_use_the_one_that_all_machines_share(
     def store(machine: str) -> str:
         return f"tiered:file:{tmp_path / machine}|file:{tmp_path / 'home'}"
 
-    def elsewhere(run: Run) -> Plan:
-        plan = Plan()
-        rows = [
-            p.document_row(run.storage.catalog.documents, one)
-            for one in run.sources.documents.values()
-        ]
-        job = replace(job_of(run.storage), store=store("worker"))
-        packets = list(computed(rows, job))
+    @contextlib.contextmanager
+    def without_store() -> Iterator[None]:
+        def refuse(*_: object) -> bool:
+            raise StoreUnreachableError("it does not answer")
+
         with monkeypatch.context() as patch:
-            if is_gone:
-                patch.setattr(FileStore, "contains", refuse)
-            p.Collector(run, plan, False).collect(packets)
-        return plan
+            patch.setattr(FileStore, "contains", refuse)
+            yield
 
-    def refuse(*_: object) -> bool:
-        raise StoreUnreachableError("it does not answer")
-
-    is_gone = False
+    worker = partial(with_store, store=store("worker"))
     settings: Any = {"embedding": "hashing", "store": store("driver")}
     with Index.create(tmp_path / "index", model="kvrag-tiny", **settings) as index:
-        assert index.add(Document("d", "An old clock."), runner=elsewhere).ok
+        assert index.add(Document("d", "An old clock."), runner=worker).ok
         with contextlib.closing(open_store(f"file:{tmp_path / 'home'}")) as home:
             assert set(home.keys()) == set(index.store.keys()) != set()
-        is_gone = True
         with pytest.raises(StoreUnreachableError, match="it does not answer"):
-            index.add(Document("d", "A new clock."), runner=elsewhere)
+            index.add(Document("d", "A new clock."), runner=partial(worker, find=without_store))
     assert not (tmp_path / "worker").exists()
 
 

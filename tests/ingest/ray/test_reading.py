@@ -92,20 +92,16 @@ def test_a_row_that_python_cannot_hold_costs_itself(tmp_path: Path) -> None:
     found = planned(tmp_path, file)
     assert names(found) == ["a"]
     reasons = [one.reason for one in found.plan.failed]
-    assert ["row 2: cannot be read ('utf-8'" in reasons[0], "row 3: cannot" in reasons[1]] == [
-        True,
-        True,
-    ]
+    assert "row 2: cannot be read ('utf-8'" in reasons[0]
+    assert "row 3: cannot" in reasons[1]
     with tiny_index(tmp_path / "dataset") as index:
         packets = [
             one for made in plan_rows(pq.read_table(file), job_of(index)) for one in unpack(made)
         ]
     assert [name for one in packets for name in names(one)] == ["a"]
     reasons = [failed.reason for one in packets for failed in one.plan.failed]
-    assert [one.startswith("a row with the columns text, id, when: cannot") for one in reasons] == [
-        True,
-        True,
-    ]
+    assert len(reasons) == 2
+    assert all(one.startswith("a row with the columns text, id, when: cannot") for one in reasons)
 
 
 def test_equal_rows_are_one_document_whatever_their_file_is_called(tmp_path: Path) -> None:
@@ -156,18 +152,11 @@ def test_what_holds_no_row_or_too_much_says_so(tmp_path: Path) -> None:
     write_rows(tmp_path / "wrong.parquet", [{"words": "a"}])
     (tmp_path / "big.md").write_text("x" * 5000)
     found = planned(tmp_path, f"file://{tmp_path}", max_bytes=4000)
-    reasons = [one.reason for one in found.plan.failed]
     assert names(found) == []
-    for reason, wanted in zip(
-        reasons,
-        (
-            "big.md: has 5,000 bytes",
-            "none.parquet: holds no rows",
-            "wrong.parquet, row 1: expected",
-        ),
-        strict=True,
-    ):
-        assert wanted in reason
+    big, none, wrong = (one.reason for one in found.plan.failed)
+    assert "big.md: has 5,000 bytes" in big
+    assert "none.parquet: holds no rows" in none
+    assert "wrong.parquet, row 1: expected" in wrong
 
 
 @pytest.mark.parametrize(
@@ -234,9 +223,5 @@ def test_a_bucket_is_listed_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     finally:
         server.kill()
     assert found.plan.failed == []
-    assert names(found) == [
-        "bucket/docs/a.md",
-        "bucket/docs/b/lines.jsonl#1",
-        "bucket/docs/b/lines.jsonl#2",
-        "r",
-    ]
+    lines = "bucket/docs/b/lines.jsonl"
+    assert names(found) == ["bucket/docs/a.md", f"{lines}#1", f"{lines}#2", "r"]
