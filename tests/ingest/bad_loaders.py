@@ -81,21 +81,26 @@ def hang_up(path: str, content: bytes) -> Iterator[Document]:
     yield Document(path, "late")
 
 
+def _say(content: bytes) -> None:
+    """Write to the parent, wherever its connection is."""
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, content)
+
+
 def lie(path: str, content: bytes) -> Iterator[Document]:
     """Send what the process's own checks would not let out; the bytes say what."""
-    for descriptor in range(3, 64):
-        try:
-            os.write(descriptor, struct.pack("<IQ", len(content), 1) + content + b"x")
-        except OSError:
-            continue
+    _say(struct.pack("<IQ", len(content), 1) + content + b"x")
     time.sleep(3600)
     yield Document(path, "late")
 
 
-def fork(path: str, content: bytes) -> Iterator[Document]:
+def fork(path: str, content: bytes, clings: bool = False) -> Iterator[Document]:
     """Hang, and so does a child; the bytes name the file that its number goes to."""
     child = os.fork()
     if not child:
+        if clings:
+            os.setsid()
         time.sleep(60)
         os._exit(0)
     Path(content.decode()).write_text(str(child))
@@ -106,18 +111,9 @@ def fork(path: str, content: bytes) -> Iterator[Document]:
 def cling(path: str, content: bytes) -> Iterator[Document]:
     """As `fork`, and the child is out of reach, with the parent's connection in its hands."""
     for descriptor in range(3, 16):
-        try:
+        with contextlib.suppress(OSError):
             os.dup(descriptor)
-        except OSError:
-            continue
-    child = os.fork()
-    if not child:
-        os.setsid()
-        time.sleep(60)
-        os._exit(0)
-    Path(content.decode()).write_text(str(child))
-    time.sleep(60)
-    yield Document(path, "late")
+    yield from fork(path, content, clings=True)
 
 
 def double(path: str, content: bytes) -> Iterator[Document]:
@@ -128,11 +124,7 @@ def double(path: str, content: bytes) -> Iterator[Document]:
 
 def garble(path: str, content: bytes) -> Iterator[Document]:
     """Write what a process would that a hostile file has taken over."""
-    for descriptor in range(3, 64):
-        try:
-            os.write(descriptor, b"\xff" * 64)
-        except OSError:
-            continue
+    _say(b"\xff" * 64)
     yield Document(path, "after garbage")
 
 

@@ -19,16 +19,6 @@ from kvrag.models.kv_model import KVModel
 TEXTS = ["The clock of Varn.", "Ships in the harbour", "", "\ud800 odd"]
 
 
-class FromElsewhere:
-    """The shape of LangChain embeddings."""
-
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [[float(len(text)), 1.0, 0.0] for text in texts]
-
-    def embed_query(self, text: str) -> list[float]:
-        return self.embed_documents([text])[0]
-
-
 def test_hashing_gives_unit_vectors_and_finds_shared_words() -> None:
     embedding = e.get_embedding("hashing")
     vectors = embedding.embed(TEXTS)
@@ -144,14 +134,6 @@ def test_on_an_accelerator_sentence_transformers_runs_minilm(
     e._embedding_by_name.cache_clear()
     assert isinstance(found, e.SentenceEmbedding)
     assert type(found._model).__name__ == "SentenceTransformer"
-
-
-def test_objects_are_accepted_by_shape() -> None:
-    embedding = e.get_embedding(FromElsewhere())
-    assert embedding.dim == 3
-    assert embedding.name.endswith("FromElsewhere")
-    np.testing.assert_allclose(np.linalg.norm(embedding.embed(["ab", "c"]), axis=1), 1, atol=1e-6)
-    assert e.get_embedding(embedding) is embedding
 
 
 def test_other_things_are_refused(tmp_path: Path) -> None:
@@ -291,7 +273,7 @@ class Sided:
     """Embeddings that place questions elsewhere than documents."""
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [[1.0, 0.0] if "fox" in text else [0.0, 1.0] for text in texts]
+        return [[2.0, 0.0] if "fox" in text else [0.0, 2.0] for text in texts]
 
     def embed_query(self, text: str) -> list[float]:
         return self.embed_documents([text])[0][::-1]
@@ -307,18 +289,21 @@ class LikeLlamaIndex:
         return Sided().embed_query(text)
 
 
-@pytest.mark.parametrize("given", [Sided(), LikeLlamaIndex()])
-def test_questions_are_embedded_as_questions(tmp_path: Path, model: KVModel, given: Any) -> None:
-    with Index.create(tmp_path / "index", model=model, embedding=given) as index:
-        index.add([Document("fox", "The fox runs."), Document("ship", "A ship sails.")])
-        assert index.search_dense("where is the fox?", 1)[0].chunk.source == "ship"
-        vectors: e.Vectors = index.embedding.embed_query("fox")
-        np.testing.assert_array_equal(vectors, [0, 1])
-
-
 def test_other_texts_of_a_call_never_change_a_vector() -> None:
     embedding = e.get_embedding("minilm")
     texts = [f"The keeper of light {number} wrote a book. " * (1 + number) for number in range(5)]
     together = embedding.embed(texts)
     for text, vector in zip(texts, together, strict=True):
         np.testing.assert_array_equal(embedding.embed([text])[0], vector)
+
+
+@pytest.mark.parametrize("given", [Sided(), LikeLlamaIndex()])
+def test_objects_are_accepted_by_shape(tmp_path: Path, model: KVModel, given: Any) -> None:
+    with Index.create(tmp_path / "index", model=model, embedding=given) as index:
+        assert index.config.embedding.endswith(type(given).__name__)
+        index.add([Document("fox", "The fox runs."), Document("ship", "A ship sails.")])
+        # Questions are embedded as questions.
+        assert index.search_dense("where is the fox?", 1)[0].chunk.source == "ship"
+        np.testing.assert_array_equal(index.embedding.embed_query("fox"), [0, 1])
+        np.testing.assert_allclose(index.embedding.embed(["a fox"]), [[1, 0]])
+        assert e.get_embedding(index.embedding) is index.embedding
