@@ -81,6 +81,8 @@ def test_rates_and_errors_of_presets_and_baselines(source: Source) -> None:
 
 
 def test_the_public_scheme_is_counted_by_hand() -> None:
+    assert public_bins(6, 0) == [32, 32, 16, 16, 16, 16]
+    assert public_bins(6, 1) == [32, 16, 16, 16, 16, 16]
     spec = KVSpec(1, 1, 2, torch.float32)
     # One channel sets the scale and stays at 7, the other is 7 or -7 in turn.
     channel = torch.tensor([1.0, -1.0] * 8)
@@ -93,12 +95,6 @@ def test_the_public_scheme_is_counted_by_hand() -> None:
     assert point.bits == pytest.approx(0.5 + (tables + scales) / 32)
     eight = measure_eight_bit(source, [ChunkKV(tensor, tensor)])
     assert eight.bits == 8 + 16 / 2
-
-
-def test_bins_of_the_public_scheme() -> None:
-    assert public_bins(6, 0) == [32, 32, 16, 16, 16, 16]
-    assert public_bins(6, 1) == [32, 16, 16, 16, 16, 16]
-    assert sum(bins == 32 for bins in public_bins(32, 1)) == 2
 
 
 def test_smaller_than_the_public_scheme_at_equal_distortion(source: Source) -> None:
@@ -122,24 +118,14 @@ def test_entropy_coders_take_turns(source: Source, monkeypatch: pytest.MonkeyPat
         assert row.entropy_bits < row.bits_per_element
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
+def test_the_two_parts_of_a_data_set_share_no_text(tmp_path: Path) -> None:
     words = ["river", "bank", "keeper", "light", "harbour", "ledger", "clock", "tower", "boat"]
     texts = [" ".join(words[i % 9 :] + words[: i % 9]) * 9 + f" {i}" for i in range(12)]
-    record = {
-        "question": "Who?",
-        "answers": ["no one"],
-        "ctxs": [{"title": "", "text": text} for text in texts],
-    }
-    path = tmp_path / "texts.json"
-    path.write_text(json.dumps([record]))
-    return path
-
-
-def test_the_two_parts_of_a_data_set_share_no_text(data: Path) -> None:
+    asked = {"question": "Who?", "answers": ["none"], "ctxs": [{"text": text} for text in texts]}
+    data = tmp_path / "texts.json"
+    data.write_text(json.dumps([asked]))
     options = replace(SMALL, sources=(MINILM,), data=str(data), fit_tokens=200, test_tokens=40)
     source = make_source(MINILM, options)
-    assert [kv.num_tokens for kv in source.measured[40]] == [40]
-    assert not any(
-        torch.allclose(source.measured[40][0].keys, kv.keys, atol=1e-4) for kv in source.fit
-    )
+    (measured,) = source.measured[40]
+    assert measured.num_tokens == 40
+    assert not any(torch.allclose(measured.keys, kv.keys, atol=1e-4) for kv in source.fit)

@@ -4,19 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvrag.codec.raw import RawCodec
-from kvrag.eviction.registry import CormPolicy
-from kvrag.fusion.evicting import EvictingDecoder
-from kvrag.fusion.policies.base import NonePolicy
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.eviction import EvictionBenchOptions, run_eviction_bench
-from kvrag_bench.judge.answers import Answerer
-from kvrag_bench.judge.bank import ChunkBank
-from kvrag_bench.judge.questions import render
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.rows import Estimate
-from kvrag_testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
 
 
@@ -52,28 +44,6 @@ def test_evictions_are_judged_beside_the_full_cache(model: KVModel, questions: s
     alone = run_quality_bench(replace(options, evictions=(flat,), links="off"))
     assert alone[0].full_cache_difference is None
     assert alone[0].kl == pytest.approx(pruned.kl)
-
-
-def test_answers_are_those_of_plain_decoding(model: KVModel) -> None:
-    """An answer that leaves the reference's begins again behind the prompt: nothing comes back."""
-    bank = ChunkBank(model, TEXTS, [RawCodec()])
-    answerer = Answerer(model, max_tokens=10)
-    policy = CormPolicy(window=4, recent=3)
-    num_different = 0
-    for number in range(4):
-        prompt = render(f"who is {number}?", TEXTS, model.tokenizer, use_chat_template=True)
-        layout = bank.lay_out(prompt)
-        reference = answerer.reference(prompt.token_ids(model.tokenizer))
-        fused = answerer.fuse(layout, bank.opener("raw"), NonePolicy())
-        given = answerer.answer(fused, reference, policy)
-        assert given.report.eviction is not None
-        decoder = EvictingDecoder(model, fused.fused, policy)
-        expected = [int(fused.fused.logits.argmax())]
-        while expected[-1] != 1 and len(expected) < 10:
-            expected.append(int(decoder.step(expected[-1]).argmax()))
-        assert given.token_ids == tuple(expected)
-        num_different += given.token_ids != reference.token_ids
-    assert num_different
 
 
 def test_the_bench_holds_steps_and_memory_against_the_full_cache() -> None:

@@ -43,22 +43,19 @@ def test_bfloat16_stands_beside_its_noise() -> None:
     assert by_way(rows)["boundary, ratio 1.0"].by_deviation < 1
 
 
-def check_real_weights(name: str, *num_tokens: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [
+        pytest.param("smollm2-135m", (500,), marks=needs_named_model("smollm2-135m")),
+        # Within its window of 512 tokens, and past it.
+        pytest.param("gemma-3-270m", (500, 1200), marks=needs_named_model("gemma-3-270m")),
+    ],
+)
+def test_real_weights(name: str, num_tokens: tuple[int, ...]) -> None:
     options = ExactOptions(
         model=name, data=HANDBOOK, num_tokens=num_tokens, dtypes=("float32",), answer_tokens=16
     )
     rows = list(run_exact_bench(options))
     assert [row.way for row in rows if not row.is_right] == []
     assert any(row.num_exact > 300 for row in rows)
-
-
-@pytest.mark.slow
-@needs_named_model("smollm2-135m")
-def test_smollm2() -> None:
-    check_real_weights("smollm2-135m", 500)
-
-
-@pytest.mark.slow
-@needs_named_model("gemma-3-270m")
-def test_gemma_within_its_window_of_512_tokens_and_past_it() -> None:
-    check_real_weights("gemma-3-270m", 500, 1200)

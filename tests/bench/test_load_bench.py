@@ -5,34 +5,28 @@ import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import StoreUnreachableError
-from kvrag.store.base import StoreWrapper, read_whole
+from kvrag.store.base import StoreWrapper
 from kvrag.store.memory import MemoryStore
 from kvrag.tune.stores import _cost_of, measure_loading
 from kvrag_bench.load.controller import ControllerOptions, measure_controller
 from kvrag_bench.load.pipelining import PipeliningOptions, measure_pipelining
 from kvrag_bench.load.prompts import LoadPrompt, indexed
 from kvrag_bench.load.throttled import Line, ThrottledStore
-from kvrag_testing.records import key_number, record_of
+from kvrag_testing.records import key_number, record_of, stored
 from tests.support.threads import together
 
 SMALL = LoadPrompt(shape="test", num_chunks=3, chunk_tokens=40, question_tokens=5)
 
 
 def test_a_line_carries_so_many_bytes_a_second_for_all_readers_together() -> None:
-    line = Line(1e6)
+    line, key, inner = Line(1e6), key_number(1), MemoryStore()
     started = time.perf_counter()
     together(*[partial(line.carry, 50_000)] * 4)
     assert time.perf_counter() - started >= 0.199
-
-
-def test_a_throttled_store_reads_the_same_bytes() -> None:
-    inner = MemoryStore()
-    key = key_number(1)
     inner.put(key, record_of(key, 100_000))
     store = ThrottledStore(inner, 1e6)
     started = time.perf_counter()
-    record = store.open(key)
-    assert read_whole(record) == record_of(key, 100_000)
+    assert stored(store, key) == record_of(key, 100_000)
     assert time.perf_counter() - started >= 0.099
     assert store.open(key_number(2)) is None
 
@@ -86,19 +80,11 @@ def test_the_controller_takes_more_the_slower_the_store() -> None:
     assert slow.over_best == pytest.approx(slow.seconds / slow.best_seconds)
 
 
-class Hesitant(StoreWrapper):
-    """Does not answer when it is asked for the first time."""
-
-    num_asked = 0
-
-    def contains(self, key: ChunkKey) -> bool:
-        self.num_asked += 1
-        if self.num_asked == 1:
-            raise StoreUnreachableError("gone for a moment")
-        return self.inner.contains(key)
-
-
 def test_what_a_store_has_stays_and_nothing_has_no_cost() -> None:
+    class Hesitant(StoreWrapper):
+        def contains(self, key: ChunkKey) -> bool:
+            raise StoreUnreachableError("gone for a moment")
+
     with indexed(SMALL, lambda _: None) as (index, _):
         there = set(index.store.keys())
         with pytest.raises(StoreUnreachableError):

@@ -36,30 +36,27 @@ def scaled(entry: r.Entry, factor: float) -> r.Entry:
 
 class TestCompare:
     @pytest.mark.parametrize(
-        ("factor", "expected"),
-        [(1, Verdict.SAME), (1.15, Verdict.SAME), (1.3, Verdict.WORSE), (0.7, Verdict.BETTER)],
+        ("before", "factor", "processor", "expected"),
+        [
+            # Timings change if all are greater or less, on the same processor.
+            *((TIMED, factor, "fast", Verdict.SAME) for factor in (1, 1.15)),
+            (TIMED, 1.3, "fast", Verdict.WORSE),
+            (TIMED, 0.7, "fast", Verdict.BETTER),
+            (TIMED, 3, "slow", Verdict.OTHER_MACHINE),
+            # Cases are paired: the two means' intervals overlap widely, the differences' do not.
+            (LOST, 1.004, "slow", Verdict.SAME),
+            (LOST, 1.02, "slow", Verdict.WORSE),
+            (LOST, 0.98, "slow", Verdict.BETTER),
+        ],
     )
-    def test_timings_change_if_all_are_greater_or_less(
-        self, factor: float, expected: Verdict
+    def test_verdicts(
+        self, before: r.Entry, factor: float, processor: str, expected: Verdict
     ) -> None:
-        assert verdict(TIMED, scaled(TIMED, factor)) == expected
+        assert verdict(before, scaled(before, factor), processor) == expected
 
-    def test_one_slow_round_is_noise(self) -> None:
+    def test_noise(self) -> None:
         slow = replace(TIMED, values=(*TIMED.values[:5], 9.0))
         assert verdict(TIMED, slow) == Verdict.SAME
-
-    def test_timings_of_another_processor_are_not_judged(self) -> None:
-        assert verdict(TIMED, scaled(TIMED, 3), processor="slow") == Verdict.OTHER_MACHINE
-
-    @pytest.mark.parametrize(
-        ("factor", "expected"),
-        [(1.004, Verdict.SAME), (1.02, Verdict.WORSE), (0.98, Verdict.BETTER)],
-    )
-    def test_cases_are_paired(self, factor: float, expected: Verdict) -> None:
-        # The intervals of the two means overlap widely; those of the differences do not.
-        assert verdict(LOST, scaled(LOST, factor), processor="slow") == expected
-
-    def test_cases_that_move_both_ways_are_noise(self) -> None:
         moved = (value + (0.06 if n % 2 else -0.05) for n, value in enumerate(LOST.values))
         assert verdict(LOST, replace(LOST, values=tuple(moved))) == Verdict.SAME
 
@@ -136,14 +133,8 @@ class TestCommand:
 
 @pytest.mark.slow
 def test_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {
-        **shapes.SHAPES["smollm2-135m"],
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    tiny = {**shapes.SHAPES["smollm2-135m"], "hidden_size": 64, "intermediate_size": 64, **heads}
     monkeypatch.setitem(shapes.SHAPES, "little", tiny)
     options = speed.SpeedOptions("little", 2, 70, 300, 4, rounds=2)
     entries = list(speed.speed_entries(options, lambda _: None))

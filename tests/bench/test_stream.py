@@ -52,27 +52,16 @@ def test_eight_bits() -> None:
     record = store.open(key)
     chunk = EightBitChunk(RecordReader(record, key))
     for layer_index in range(2):
-        for found, exact in zip(
-            chunk.read_layer(layer_index),
-            (kv.keys[layer_index], kv.values[layer_index]),
-            strict=True,
-        ):
-            assert 0.0 < float((found - exact).abs().max()) < 0.03
+        exact = (kv.keys[layer_index], kv.values[layer_index])
+        for one, wanted in zip(chunk.read_layer(layer_index), exact, strict=True):
+            assert 0.0 < float((one - wanted).abs().max()) < 0.03
 
 
 @pytest.mark.slow
 def test_a_small_run() -> None:
-    rows = measure_streaming(
-        StreamOptions(
-            num_chunks=4,
-            chunk_tokens=170,
-            ttft=0.3,
-            num_traces=1,
-            step_seconds=0.05,
-            repeats=1,
-            time_scale=0.1,
-        )
-    )
+    small = {"num_chunks": 4, "chunk_tokens": 170, "num_traces": 1, "repeats": 1}
+    options = StreamOptions(ttft=0.3, step_seconds=0.05, time_scale=0.1, **small)
+    rows = measure_streaming(options)
     ways = {row.way: row for row in rows.ways}
     assert list(ways) == ["adaptive", "oracle", *(f"{n}/5" for n in range(1, 6))]
     assert all(sum(row.levels.values()) == 4 for row in rows.ways)

@@ -68,6 +68,8 @@ def test_a_server_that_runs_already(served: Served) -> None:
         replace(options, processor_time=True)
     with pytest.raises(ParameterError, match="way 'beside'"):
         replace(options, beside=None)
+    with pytest.raises(ParameterError, match="way 'none': expected kvrag, kvrag none"):
+        t.ThroughputOptions("", ways=("none",))
 
 
 def test_questions_are_never_asked_twice(served: Served) -> None:
@@ -101,11 +103,6 @@ def test_right_mixed_up_and_lost_streams(served: Served) -> None:
     row = streamed(served, {"word " * 5000: ""}, 0.1)  # too long for the model
     assert row.num_lost == row.num_streams > 0
     assert httpx.get(f"{served.server.url}/readyz").status_code == 200
-
-
-def test_an_unknown_way() -> None:
-    with pytest.raises(ParameterError, match="way 'none': expected kvrag, kvrag none"):
-        t.ThroughputOptions("", ways=("none",))
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Options that measure nothing are one clear error each, before a model is loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,20 @@ def quality(**options: Any) -> object:
     return run_quality_bench(QualityOptions(**options))
 
 
-def exact(**options: Any) -> object:
-    return list(run_exact_bench(ExactOptions(model="test", **options)))
+def of(run: Callable[..., Any], kind: type[Any], **given: Any) -> Callable[..., object]:
+    def measure(**options: Any) -> object:
+        rows = run(kind(**given, **options))
+        return list(rows) if isinstance(rows, Iterator) else rows
+
+    return measure
 
 
-def ttft(**options: Any) -> object:
-    return next(run_ttft_bench(TTFTOptions(shape="test", **options)))
-
-
-def decode(**options: Any) -> object:
-    return run_decode_bench(DecodeOptions(shape="test", **options))
-
-
-def batch(**options: Any) -> object:
-    return next(run_batch_bench(BatchOptions(shape="test", **options)))
-
-
-def session(**options: Any) -> object:
-    return run_session_bench(SessionOptions(shape="test", **options))
-
-
-def peers(**options: Any) -> object:
-    return run_peers_bench(PeersOptions(**options))
-
+exact = of(run_exact_bench, ExactOptions, model="test")
+ttft = of(run_ttft_bench, TTFTOptions, shape="test")
+decode = of(run_decode_bench, DecodeOptions, shape="test")
+batch = of(run_batch_bench, BatchOptions, shape="test")
+session = of(run_session_bench, SessionOptions, shape="test")
+peers = of(run_peers_bench, PeersOptions)
 
 Case = tuple[Callable[..., object], dict[str, Any], str]
 CASES: list[Case] = [

@@ -39,23 +39,6 @@ for number in range(100):
         break
 """
 
-# Reads a record, then prints what the store says to a put and to a delete.
-PUT_AND_DELETE = """
-import sys
-from kvrag.errors import StoreError
-from kvrag.store.file import FileStore
-from kvrag_testing.records import key_number, stored
-
-store = FileStore(sys.argv[1])
-assert list(store.keys()) == [key_number(1)]
-assert stored(store, key_number(1)) == b"record"
-for call in (lambda: store.put(key_number(0), b""), lambda: store.delete(key_number(1))):
-    try:
-        call()
-    except StoreError as error:
-        print(error)
-"""
-
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -186,16 +169,6 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("0 cannot write")
     assert "ulimit -f" in done.stdout or "disk is full" in done.stdout, done.stdout
-
-
-def test_a_read_only_disk(tmp_path: Path) -> None:
-    FileStore(tmp_path).put(key_number(1), b"record")
-    mount = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"'
-    output = run_mounted(mount, PUT_AND_DELETE, tmp_path)
-    written, deleted = output.splitlines()
-    for line, action in ((written, "write"), (deleted, "delete")):
-        assert line.startswith(f"cannot {action} ")
-        assert "mounted read-only: mount it writable" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

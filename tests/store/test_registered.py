@@ -1,7 +1,10 @@
 """Stores of other distributions."""
 
+import sys
+import tomllib
 from collections.abc import Callable
 from contextlib import closing
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -170,3 +173,17 @@ def test_a_table_lists_kvrags_own_and_then_the_others(tmp_path: Path) -> None:
         assert len(table) == 2
     with pytest.raises(KeyError):
         table["sea"]
+
+
+def test_the_example_of_a_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name that its `pyproject.toml` registers, where its library is not installed."""
+    example = Path(__file__).parents[2] / "examples" / "mooncake"
+    monkeypatch.syspath_prepend(str(example))
+    project = tomllib.loads((example / "pyproject.toml").read_text())["project"]
+    place = project["entry-points"]["kvrag.stores"]["mooncake"]
+    point = EntryPoint("mooncake", place, "kvrag.stores")
+    monkeypatch.setitem(REMOTE._registered, "mooncake", point)
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ParameterError, match="pip install"):
+        open_store("mooncake://127.0.0.1:1")

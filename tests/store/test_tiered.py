@@ -44,28 +44,31 @@ class Remote(StoreWrapper):
         self.is_down = False
         self.seconds = 0.0
         self.mask = 0
+        self.refusals: dict[ChunkKey, Exception] = {}
 
-    def _answer(self) -> None:
+    def answer(self, key: ChunkKey | None = None) -> None:
         time.sleep(self.seconds)
         if self.is_down:
             raise StoreUnreachableError("the remote store does not answer")
+        if key in self.refusals:
+            raise self.refusals[key]
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
         self.num_opened += 1
-        self._answer()
+        self.answer()
         record = self.inner.open(key)
         return None if record is None else _RemoteRecord(record, self)
 
     def contains(self, key: ChunkKey) -> bool:
-        self._answer()
+        self.answer()
         return self.inner.contains(key)
 
     def put(self, key: ChunkKey, record: bytes) -> None:
-        self._answer()
+        self.answer(key)
         self.inner.put(key, record)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
-        self._answer()
+        self.answer()
         self.inner.replace(key, record)
 
 
@@ -76,7 +79,7 @@ class _RemoteRecord(RecordWrapper):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self._remote.num_reads += 1
-        self._remote._answer()
+        self._remote.answer()
         self.inner.read_into(offset, buffer)
         for place in range(0, len(buffer), 100):
             buffer[place] ^= self._remote.mask
@@ -209,7 +212,7 @@ def test_writing_waits_for_the_disk_alone(
     tiers: TieredStore, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_answer = threading.Event()
-    monkeypatch.setattr(remote, "_answer", lambda: may_answer.wait(30))
+    monkeypatch.setattr(remote, "answer", lambda *_: may_answer.wait(30))
     tiers._write(KEY, record_of(KEY), is_replacing=False)
     assert tiers.tiers[1].contains(KEY)
     assert not remote.inner.contains(KEY)
@@ -267,18 +270,9 @@ def test_a_record_too_large_for_the_disk_goes_past_it(tmp_path: Path, remote: Re
     store.close()
 
 
-def test_a_record_replaced_while_it_is_uploaded(tiers: TieredStore, remote: Remote) -> None:
-    remote.seconds = 0.2
-    tiers._write(KEY, record_of(KEY), is_replacing=False)
-    time.sleep(0.1)  # the upload has begun
-    tiers.replace(KEY, record_of(KEY, 500))
-    assert tiers.flush(10)
-    assert stored(remote.inner, KEY) == record_of(KEY, 500)
-    assert stored(tiers, KEY) == record_of(KEY, 500)
-
-
-def test_a_record_deleted_while_it_is_uploaded(
-    tiers: TieredStore, remote: Remote, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", ["replace", "delete"])
+def test_a_record_that_changes_while_it_is_uploaded(
+    tiers: TieredStore, remote: Remote, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     begun, goes_on, put = threading.Event(), threading.Event(), remote.put
 
@@ -290,11 +284,14 @@ def test_a_record_deleted_while_it_is_uploaded(
     monkeypatch.setattr(remote, "put", held)
     tiers.put(KEY, record_of(KEY))
     assert begun.wait(30)
-    tiers.delete(KEY)
+    if change == "delete":
+        tiers.delete(KEY)
+    else:
+        tiers.replace(KEY, record_of(KEY, 500))
     goes_on.set()
     assert tiers.flush(30)
-    assert not remote.contains(KEY)
-    assert tiers.open(KEY) is None
+    expected = None if change == "delete" else record_of(KEY, 500)
+    assert stored(remote.inner, KEY) == stored(tiers, KEY) == expected
 
 
 def test_what_is_replaced_while_it_is_fetched_is_not_kept(
@@ -311,45 +308,43 @@ def test_what_is_replaced_while_it_is_fetched_is_not_kept(
     assert not remote.contains(KEY)
 
 
-def test_a_dead_remote_hides_nothing_above_it(tiers: TieredStore, remote: Remote) -> None:
-    remote.inner.put(KEY, record_of(KEY))
+def test_a_dead_remote_or_a_sick_disk_hides_nothing_elsewhere(
+    tiers: TieredStore, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = key_number(1)
+    for key in (KEY, other):
+        remote.inner.put(key, record_of(key))
     assert stored(tiers, KEY) == record_of(KEY)
-    remote.inner.put(key_number(1), record_of(key_number(1)))
     remote.is_down = True
     assert stored(tiers, KEY) == record_of(KEY)
     with pytest.raises(StoreUnreachableError):
-        tiers.open(key_number(1))
-    assert not tiers.contains(key_number(1))
-
-
-def test_a_sick_disk_hides_nothing_below_it(
-    tiers: TieredStore, remote: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote.inner.put(KEY, record_of(KEY))
+        tiers.open(other)
+    assert not tiers.contains(other)
+    remote.is_down = False
 
     def refuse(*_: object) -> None:
         raise StoreError("the disk reports a defect")
 
     monkeypatch.setattr(tiers.tiers[1], "open", refuse)
-    assert stored(tiers, KEY) == record_of(KEY)
+    assert stored(tiers, other) == record_of(other)
     with pytest.raises(StoreError, match="defect"):
-        tiers.open(key_number(1))
+        tiers.open(key_number(2))
 
 
 def test_pins(tiers: TieredStore, remote: Remote) -> None:
     memory = tiers.tiers[0]
-    keys = [key_number(number) for number in range(30)]
+    pinned, *others = map(key_number, range(13))
     (pins, _) = limits_of(tiers)
-    pins.pin(keys[:1])
-    for key in keys:
+    pins.pin([pinned])
+    for key in (pinned, *others):
         remote.inner.put(key, record_of(key, 1_000_000))
         assert len(read_by_layers(tiers, key)) == 1_000_000
-    assert memory.contains(keys[0])
+    assert memory.contains(pinned)
     assert memory.size_bytes() <= 10_000_000
-    pins.unpin(keys[:1])
-    for key in keys[1:] * 2:
+    pins.unpin([pinned])
+    for key in others * 2:
         assert len(read_by_layers(tiers, key)) == 1_000_000
-    assert not memory.contains(keys[0])
+    assert not memory.contains(pinned)
 
 
 WRITE_AND_DIE = """

@@ -1,53 +1,35 @@
 """Tiers when something goes wrong or comes at a bad moment in one of them."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError
-from kvrag.store.base import RecordWrapper, StoredRecord, StoreWrapper, read_whole
+from kvrag.store.base import RecordWrapper, StoredRecord, StoreWrapper, content_of
 from kvrag.store.encrypted import EncryptedStore
 from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore
 from kvrag.store.memory import MemoryStore
 from kvrag.store.tiered import TieredStore
 from kvrag_testing.records import key_number, read_all, record_of, stored
-from tests.store.test_tiered import num_pending
+from tests.store.test_tiered import Remote, check, num_pending
 
 KEY, OTHER = key_number(0), key_number(1)
 SECRET = bytes(range(32))
 
 
-def check(key: ChunkKey, record: bytes) -> None:
-    if record != record_of(key, len(record)):
-        raise RecordError(f"record {key} is not what was written")
-
-
-class Home(StoreWrapper):
-    """A store below that refuses single records, or breaks on them."""
-
-    def __init__(self) -> None:
-        super().__init__(MemoryStore())
-        self.refusals: dict[ChunkKey, Exception] = {}
-
-    def put(self, key: ChunkKey, record: bytes) -> None:
-        if key in self.refusals:
-            raise self.refusals[key]
-        self.inner.put(key, record)
+@pytest.fixture
+def home() -> Remote:
+    return Remote()
 
 
 @pytest.fixture
-def home() -> Home:
-    return Home()
-
-
-@pytest.fixture
-def tiers(tmp_path: Path, home: Home) -> Iterator[TieredStore]:
+def tiers(tmp_path: Path, home: Remote) -> Iterator[TieredStore]:
     store = TieredStore([FileStore(tmp_path), home], outbox_folder=tmp_path, check=check)
     yield store
     home.refusals.clear()
@@ -72,7 +54,7 @@ def test_who_reads_on_is_not_stopped_by_another_who_has_done(tmp_path: Path, cha
 
 @pytest.mark.parametrize("error", [StoreError("too large"), RecordError("odd"), OSError("odd")])
 def test_a_record_that_is_refused_holds_up_no_other(
-    tiers: TieredStore, home: Home, error: Exception
+    tiers: TieredStore, home: Remote, error: Exception
 ) -> None:
     home.refusals[KEY] = error
     for number in range(4):
@@ -86,7 +68,7 @@ def test_a_record_that_is_refused_holds_up_no_other(
 
 
 def test_what_is_damaged_on_the_disk_is_not_sent_home(
-    tiers: TieredStore, home: Home, tmp_path: Path
+    tiers: TieredStore, home: Remote, tmp_path: Path
 ) -> None:
     home.refusals[KEY] = StoreError("not now")
     tiers.put(KEY, record_of(KEY))
@@ -99,23 +81,18 @@ def test_what_is_damaged_on_the_disk_is_not_sent_home(
     assert tiers.counts()[0].misses["damaged"] == 1
 
 
-def test_a_copy_that_cannot_even_be_opened_is_given_up(home: Home) -> None:
+@pytest.mark.parametrize("way", ["read", "told"])
+def test_a_copy_that_cannot_even_be_opened_is_given_up(home: Remote, way: str) -> None:
     inner = MemoryStore()
     inner.put(KEY, b"a record of another program")
     store = TieredStore([EncryptedStore(inner, SECRET), home], check=check)
     home.put(KEY, record_of(KEY))
+    if way == "told":
+        store.note_damage(KEY)
+        assert not inner.contains(KEY)
     assert stored(store, KEY) == record_of(KEY)
     assert [counts.misses.get("damaged", 0) for counts in store.counts()] == [1, 0]
     assert stored(store.tiers[0], KEY) == record_of(KEY)  # the good one took its place
-    store.close()
-
-
-def test_damage_told_of_a_copy_that_cannot_be_opened(home: Home) -> None:
-    inner = MemoryStore()
-    store = TieredStore([EncryptedStore(inner, SECRET), home], check=check)
-    inner.put(KEY, b"a record of another program")
-    store.note_damage(KEY)
-    assert not inner.contains(KEY)
     store.close()
 
 
@@ -125,12 +102,6 @@ class _Boaster(RecordWrapper):
         return 1 << 62
 
 
-def _read_whole(store: TieredStore, key: ChunkKey) -> None:
-    record = store.open(key)
-    with contextlib.closing(record):
-        read_whole(record)
-
-
 class _BoastingStore(StoreWrapper):
     def open(self, key: ChunkKey) -> StoredRecord | None:
         record = self.inner.open(key)
@@ -138,28 +109,24 @@ class _BoastingStore(StoreWrapper):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_record_that_says_it_is_larger_than_memory(tmp_path: Path, place: int) -> None:
+def test_a_record_that_says_it_is_larger_than_memory(
+    tmp_path: Path, home: Remote, place: int
+) -> None:
     """What is stored is hostile until checked: no size is believed that has no bytes behind it."""
     inner: list[StoreWrapper | MemoryStore] = [MemoryStore(), MemoryStore()]
     inner[place].put(KEY, record_of(KEY))
     inner[place] = _BoastingStore(inner[place])
-    store = TieredStore(inner, check=check)
-    with pytest.raises((RecordError, StoreError)):
-        _read_whole(store, KEY)
-    store.note_damage(KEY)
-    store.close()
-
-
-def test_the_uploads_go_on_behind_a_record_that_says_it_is_larger_than_memory(
-    tmp_path: Path, home: Home
-) -> None:
+    with closing(TieredStore(inner, check=check)) as store:
+        with pytest.raises((RecordError, StoreError)):
+            content_of(store, KEY)
+        store.note_damage(KEY)
+    # The uploads of others go on behind it.
     disk = FileStore(tmp_path)
     disk.put(KEY, record_of(KEY))
-    store = TieredStore([_BoastingStore(disk), home], outbox_folder=tmp_path, check=check)
-    store.uploader._outbox.add(KEY, replaces=False)
-    store.put(OTHER, record_of(OTHER))
-    store.flush(20)
-    store.close()
+    with closing(TieredStore([_BoastingStore(disk), home], outbox_folder=tmp_path)) as store:
+        store.uploader._outbox.add(KEY, replaces=False)
+        store.put(OTHER, record_of(OTHER))
+        store.flush(20)
     assert store.uploader._thread.is_alive() is False
 
 
@@ -178,7 +145,7 @@ class _SlowDisk(StoreWrapper):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_copy_on_its_way_does_not_bring_back_what_was_deleted(
-    tmp_path: Path, home: Home, is_first: bool
+    tmp_path: Path, home: Remote, is_first: bool
 ) -> None:
     disk = _SlowDisk(FileStore(tmp_path))
     store = TieredStore([disk, home], check=check)
@@ -198,7 +165,7 @@ def test_a_copy_on_its_way_does_not_bring_back_what_was_deleted(
 
 
 def test_a_replacement_that_the_disk_has_no_room_for_leaves_no_old_one_there(
-    tmp_path: Path, home: Home
+    tmp_path: Path, home: Remote
 ) -> None:
     disk = LimitedStore(FileStore(tmp_path), 3000)
     store = TieredStore([disk, home], outbox_folder=tmp_path, check=check)
@@ -210,7 +177,7 @@ def test_a_replacement_that_the_disk_has_no_room_for_leaves_no_old_one_there(
 
 
 def test_a_clock_that_jumps_loses_no_upload(
-    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, home: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is listed and not yet written looks as if its writer had died hours ago."""
     disk = FileStore(tmp_path)

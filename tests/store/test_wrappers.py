@@ -117,22 +117,6 @@ def test_a_limit_is_kept_for_what_was_there_before(tmp_path: Path) -> None:
     assert store.contains(key_number(10))
 
 
-def test_a_failed_write_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = limited(3000)
-
-    def refuse(*_: object) -> None:
-        raise StoreError("full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store.inner, "put", refuse)
-        for number in range(9):
-            with pytest.raises(StoreError, match="full"):
-                store.put(key_number(number), record_of(KEY))
-    for number in range(3):
-        store.put(key_number(number), record_of(KEY))
-    assert store.counts()[0].evictions == 0
-
-
 class _Writing(StoreWrapper):
     """Does something else while it writes a record."""
 
@@ -165,7 +149,9 @@ def test_a_record_counts_while_it_is_written(meanwhile: str) -> None:
     assert store.size_bytes() <= 3000
 
 
-def test_a_failed_replacement_leaves_the_old_one_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_takes_no_room_and_leaves_the_old_one_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = limited(3000)
 
     def refuse(*_: object) -> None:
@@ -173,13 +159,18 @@ def test_a_failed_replacement_leaves_the_old_one_counted(monkeypatch: pytest.Mon
 
     store.put(KEY, record_of(KEY))
     with monkeypatch.context() as patch:
+        patch.setattr(store.inner, "put", refuse)
         patch.setattr(store.inner, "replace", refuse)
+        for number in range(1, 9):
+            with pytest.raises(StoreError, match="full"):
+                store.put(key_number(number), record_of(KEY))
         with pytest.raises(StoreError, match="full"):
             store.replace(KEY, record_of(KEY, 2000))
     assert store.contains(KEY)
     store.put(key_number(9), record_of(key_number(9), 2000))
     store.replace(KEY, record_of(KEY))  # it takes the room of the old one
     assert store.contains(key_number(9))
+    assert store.counts()[0].evictions == 0
     for number in range(1, 4):
         store.put(key_number(number), record_of(key_number(number)))
     assert store.size_bytes() <= 3000
@@ -273,13 +264,14 @@ def test_a_range_reads_its_frames_alone() -> None:
     assert store.counts()[0].bytes_read - before < 2 * FRAME_BYTES
 
 
-def test_another_key_reads_nothing() -> None:
+def test_neither_another_key_nor_another_record_is_read() -> None:
     store = EncryptedStore(MemoryStore(), SECRET)
     store.put(KEY, record_of(KEY))
-    other = EncryptedStore(store.inner, bytes(32))
-    record = other.open(KEY)
     with pytest.raises(RecordError, match="other bytes, or another key's; use the key"):
-        read_all(record)
+        stored(EncryptedStore(store.inner, bytes(32)), KEY)
+    store.inner.put(key_number(1), kept(store))
+    with pytest.raises(RecordError):
+        stored(store, key_number(1))
 
 
 def test_any_change_is_noticed() -> None:
@@ -318,14 +310,6 @@ def test_frames_cannot_be_rearranged(change: Callable[[bytes, bytes, bytes], byt
         stored(store, KEY)
 
 
-def test_a_record_cannot_be_passed_off_as_another() -> None:
-    store = EncryptedStore(MemoryStore(), SECRET)
-    store.put(KEY, record_of(KEY))
-    store.inner.put(key_number(1), kept(store))
-    with pytest.raises(RecordError):
-        stored(store, key_number(1))
-
-
 def test_keys_in_files(tmp_path: Path) -> None:
     path = tmp_path / "tenant.key"
     path.write_text(SECRET.hex() + "\n")
@@ -355,75 +339,73 @@ def test_bad_keys(tmp_path: Path, text: str) -> None:
 # -- the breaker ------------------------------------------------------------------------------
 
 
+class Clocked(Breaker):
+    """A breaker with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.metrics = StoreMetrics("redis")
+        super().__init__("redis://there", self.metrics, lambda: self.now)
+
+    def call(self, error: Exception | None = None) -> None:
+        with self.guarding():
+            if error is not None:
+                raise error
+
+
+DOWN = StoreUnreachableError("down")
+
+
 def test_a_store_that_failed_is_left_alone_for_a_while() -> None:
-    now = [100.0]
-    metrics = StoreMetrics("redis")
-    breaker = Breaker("redis://there", metrics, lambda: now[0])
-    calls: list[str] = []
-
-    def call(outcome: str, *, is_read: bool = True) -> None:
-        with breaker.guarding(is_read=is_read):
-            calls.append(outcome)
-            if outcome != "good":
-                raise StoreUnreachableError(outcome)
-
-    call("good")
+    breaker = Clocked()
+    breaker.call()
     with pytest.raises(StoreUnreachableError, match="down"):
-        call("down")
+        breaker.call(DOWN)
     for _ in range(50):
         with pytest.raises(StoreUnreachableError, match="did not answer a moment ago"):
-            call("good")
-    assert calls == ["good", "down"]
-    assert metrics.counts().misses == {"unreadable": 50}
-    now[0] += 0.3
-    with pytest.raises(StoreUnreachableError, match="still"):
-        call("still")
-    now[0] += 0.3  # the pause has doubled
+            breaker.call()
+    assert breaker.metrics.counts().misses == {"unreadable": 50}
+    breaker.now += 0.3
+    with pytest.raises(StoreUnreachableError, match="down"):
+        breaker.call(DOWN)
+    breaker.now += 0.3  # the pause has doubled
     with pytest.raises(StoreUnreachableError, match="a moment ago"):
-        call("good")
-    now[0] += 0.3
-    call("good")
-    call("good")
-    assert calls == ["good", "down", "still", "good", "good"]
+        breaker.call()
+    breaker.now += 0.3
+    breaker.call()
+    breaker.call()
 
 
 def test_only_one_call_tries_again() -> None:
-    now = [0.0]
-    breaker = Breaker("store", StoreMetrics("store"), lambda: now[0])
-    with pytest.raises(StoreUnreachableError), breaker.guarding():
-        raise StoreUnreachableError("down")
-    now[0] += 1.0
+    breaker = Clocked()
+    with pytest.raises(StoreUnreachableError):
+        breaker.call(DOWN)
+    breaker.now += 1.0
     with breaker.guarding():
-        with pytest.raises(StoreUnreachableError, match="a moment ago"), breaker.guarding():
-            pass
+        with pytest.raises(StoreUnreachableError, match="a moment ago"):
+            breaker.call()
         with breaker.guarding(is_read=False):  # who writes is always let through
             pass
-    with breaker.guarding():
-        pass
+    breaker.call()
 
 
 def test_failures_at_the_same_time_are_one() -> None:
     """Thirty-two questions meet the same dead server: the pause is that of one failure."""
-    now = [0.0]
-    breaker = Breaker("store", StoreMetrics("store"), lambda: now[0])
-    error = StoreUnreachableError("down")
+    breaker = Clocked()
     calls = [breaker.guarding() for _ in range(32)]
     for call in calls:
         call.__enter__()
     for call in calls:
-        assert not call.__exit__(type(error), error, None)
-    now[0] += 0.3
-    with breaker.guarding():
-        pass
+        assert not call.__exit__(type(DOWN), DOWN, None)
+    breaker.now += 0.3
+    breaker.call()
 
 
 def test_a_refusal_is_an_answer_too() -> None:
-    now = [0.0]
-    breaker = Breaker("store", StoreMetrics("store"), lambda: now[0])
-    with pytest.raises(StoreUnreachableError), breaker.guarding():
-        raise StoreUnreachableError("down")
-    now[0] += 0.3
-    with pytest.raises(RecordError), breaker.guarding():
-        raise RecordError("damaged")
-    with breaker.guarding():  # who answers, answers the next one as well
-        pass
+    breaker = Clocked()
+    with pytest.raises(StoreUnreachableError):
+        breaker.call(DOWN)
+    breaker.now += 0.3
+    with pytest.raises(RecordError):
+        breaker.call(RecordError("damaged"))
+    breaker.call()  # who answers, answers the next one as well

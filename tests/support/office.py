@@ -1,12 +1,11 @@
 """Slides, spreadsheets, e-books and notebooks for tests."""
 
-import base64
 import io
 import json
 import struct
 import zipfile
-import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _CONTAINER = '<container><rootfiles><rootfile full-path="b/c.opf"/></rootfiles></container>'
@@ -125,22 +124,6 @@ def ipynb_bytes() -> bytes:
 
 
 # Made by xlwt: formats, a merged cell, a hidden row, a hidden column and a hidden sheet.
-_OLD_XLS = (
-    b"c-rk)O=uHA6#iy+lO}1}q`%M#F%(+0EmH9!LQN}Zy;!Oq6o1gPSxBf!N?MQ#YPIIzK@dGDUJCWELe+~uD55tHLPZ"
-    b"aPAhe1nPeKI`ZR4A_yEScBXrLA<`-OQk@6FG9JM-<#WZzAcO^!UOox&pQfQq@C7w$ZppyaibAgDf<lSM1{P|7)2Q"
-    b"}B9dA>A%KFL_%e*HEta6cjwvUXujAP&$e}bf!~!congeV~7eFL#xn;dkSt+Dn$*)RnD@9Wd+Lz-1Y^_Hnv=5*-C9"
-    b"E#bHcDIvcl{JU*n<aa}1%fhXMO6I-^R3U4Hj&s`BlTNm0hiRekEVo60v^J5f5n+`ptXQb}KEviI|L`d`EHZ;;Ux7"
-    b"3HUV%(ABIubv&J(&z?0o;WTh=r5MWO$G;iAt&;#m`(An6`GAS7FD#x^@Aw|5|7-`itE|%WY?u3vXxl5eMw-#Y6@>"
-    b"yWeJ<YYI_n2)PqNzPeeIpvfg`TsRO<^z~=yoxW5gN$SR)L@cJKX3)+jlic2@Yfn0+Q-}U|G^3L`kVxu8%YMBlqYt"
-    b"P=$mk$h<B6E=<BSFfXVRy9^62BOGPq!?Ea45rPcnu8m&<q?36jg1dq3Xq?e2;kXUh-=Ap;Yrm(PG4&dVPDGt^(D-"
-    b"__y(AF)tMxupi<xqwC<p^4=M_Og!4wJa;C4do48Rc2xLFt@qLwGHHVE8|0CLtc3!m9yXXJq=~QMmAA-ykqKg<@m?"
-    b"Q2<mA4VjQQyFq%cPxN%+LS;WePx&3}-S+is-_9#I!_MCZh2w+ye?u0Uyh9+lA%xj7{cZQ~trp{{`X_`5*STyok#m"
-    b"BaCjLCj9douD0i!l+yqR>3uA0sqQN934-J;>QL`fIey)lDeuLE&ircz8+kV;nk0YdO2sSZ~Io=Cux+Ppa~>Nrrr5"
-    b"UxNG7wMr?+V=lJkU947;U0B2}i%nu)u2nV(TQ;fItio<q9XN2{z<~n?HV}My0Ux89dEIoIw`KWVXO_~O^O@wo#eS"
-    b"seH$Z=~b|FQ127?9hry4F{jU|@Z$NF9<age-c(2H)4qqkuG($!JqKhLr|23PJCD%Ag6A#wg=|GxqM*g@g"
-)
-
-
 def old_xls_bytes() -> bytes:
     """Return a file in the form of Excel 97."""
-    return zlib.decompress(base64.b85decode(_OLD_XLS))
+    return Path(__file__).with_name("excel97.xls").read_bytes()

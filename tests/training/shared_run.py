@@ -11,26 +11,15 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.models.kv_model import KVModel
-from kvrag_bench.judge.questions import JudgedQuestion
-from kvrag_testing.bench_top import TEXTS
 from kvrag_train.links.data import FileSource
 from kvrag_train.links.processes import ALONE, Processes, launched
 from kvrag_train.links.student import training_mode
 from kvrag_train.links.trainer import LinkTrainer
 from tests.support.models import make_model, make_tokenizer
-from tests.training.test_links import options
+from tests.training.test_links import options, questions
 
+# Of unlike lengths, so that shares weigh differently.
 ANSWERS = ("Ines", "the keeper of the northern light of Varn", "a tall clock")
-
-
-def asked(count: int = 12) -> list[JudgedQuestion]:
-    """Return questions whose answers are of unlike lengths, so that shares weigh differently."""
-    return [
-        JudgedQuestion(
-            f"{i}", ("near", "far")[i % 2], f"who keeps {i}?", (ANSWERS[i % 3],), TEXTS[: 2 + i % 2]
-        )
-        for i in range(count)
-    ]
 
 
 def train(out: Path, case: dict[str, Any], processes: Processes = ALONE) -> dict[str, Any]:
@@ -51,7 +40,7 @@ def train(out: Path, case: dict[str, Any], processes: Processes = ALONE) -> dict
     )
     model = KVModel(make_model(num_hidden_layers=2, tie_word_embeddings=tied), make_tokenizer())
     fields = {"steps": 3, "evaluate_every": 3, **chosen}
-    source = FileSource(asked(), model.tokenizer)
+    source = FileSource(questions(answers=ANSWERS), model.tokenizer)
     trainer = LinkTrainer(options(out, **fields), model, source, processes)
     first = trainer.step
     if stop is None:

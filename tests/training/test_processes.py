@@ -23,7 +23,8 @@ from kvrag.models.kv_model import KVModel
 from kvrag_train.links.processes import launched
 from tests.support.models import make_model, make_tokenizer
 from tests.support.servers import free_port
-from tests.training.shared_run import asked, train
+from tests.training.shared_run import ANSWERS, train
+from tests.training.test_links import questions
 
 ROOT = Path(__file__).parents[2]
 
@@ -196,18 +197,11 @@ def test_the_command_line_trains_in_two_processes(tmp_path: Path) -> None:
     make_model(num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     data = tmp_path / "questions.json"
-    data.write_text(
-        json.dumps(
-            [
-                {
-                    "question": one.question,
-                    "answers": list(one.answers),
-                    "ctxs": [{"title": "", "text": text} for text in one.texts],
-                }
-                for one in asked()
-            ]
-        )
-    )
+    records = [
+        {"question": one.question, "answers": one.answers, "ctxs": [{"text": t} for t in one.texts]}
+        for one in questions(answers=ANSWERS)
+    ]
+    data.write_text(json.dumps(records))
     small = ["--steps", "2", "--rows", "3", "--questions", "2", "--links", "1"]
     ends = run_two(
         [

@@ -11,7 +11,6 @@ from kvrag.errors import ParameterError
 from kvrag.fusion.fuser import fuse
 from kvrag.fusion.links import WRITER, LinkTokens
 from kvrag.fusion.policies.base import NonePolicy
-from kvrag.ingest.contexts import filler_ids
 from kvrag.ingest.profiles import WRITER_NAME
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
@@ -22,7 +21,7 @@ from kvrag_train.links.batch import Packer
 from kvrag_train.links.parameters import LinkParameters
 from kvrag_train.links.student import KV, Student, distance, training_mode
 from tests.support.models import make_model, make_tokenizer
-from tests.training.test_links import header_of, item, make_trainer, options
+from tests.training.test_links import encode_after_filler, header_of, item, make_trainer, options
 
 OF_WRITER = {
     **{"mode": "frozen", "way": WRITER, "loss": "distill", "context": "filler:24"},
@@ -49,11 +48,8 @@ def test_training_computes_what_an_index_stores(family: str) -> None:
         logits, unwritten = student.logits(batch, kept), student.logits(batch, writes=False)
         student.logits(packer.pack([item()], linked=False), full)
     assert relative_difference(logits, unwritten) > 1e-3
-    before = (*bench.prefix_ids, *filler_ids(model.tokenizer)[-21:])
     assert batch.is_written.all()
-    for chunk_id, chunk in bench.chunks.items():
-        (kv,) = model.prefill(before, [chunk.token_ids], adapter=parameters.adapter())
-        bench.store.replace(bench.key(chunk_id), bench.codec.encode(bench.key(chunk_id), kv))
+    encode_after_filler(bench, 21, parameters.adapter())
     ids = batch.question_ids[batch.targets != IGNORED]
     for number, prompt in enumerate(item().prompts):
         layout = bench.lay_out(prompt.text)

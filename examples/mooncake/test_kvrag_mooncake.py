@@ -1,48 +1,30 @@
-"""The example of a store as a plug-in, against a real master where Mooncake is installed."""
+"""The plug-in as any store: `pip install -e .`, then ``pytest`` in this folder."""
 
-import importlib.util
+import contextlib
+import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import kvrag_mooncake
 import pytest
 
 from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, StoreUnreachableError
 from kvrag.store.base import Store
-from kvrag.store.registry import REMOTE, open_store
+from kvrag.store.registry import open_store
 from kvrag.store.remote import RemoteStore
 from kvrag_testing.store_contract import StoreContract, key_number, record_of, stored
-from tests.support.servers import free_port
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "mooncake"
 SEGMENT = 64 << 20
 
 
-def load_example() -> Any:
-    """Import the example without installing it."""
-    spec = importlib.util.spec_from_file_location("kvrag_mooncake", EXAMPLE / "kvrag_mooncake.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kvrag_mooncake"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kvrag_mooncake = load_example()
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its `pyproject.toml` says."""
-    entries = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
-    place = entries["kvrag.stores"]["mooncake"]
-    point = EntryPoint("mooncake", place, "kvrag.stores")
-    monkeypatch.setitem(REMOTE._registered, "mooncake", point)
+def free_port() -> int:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return int(listener.getsockname()[1])
 
 
 class Master:
