@@ -27,6 +27,7 @@ from kvrag.fusion.pricing import RowPrices
 from kvrag.fusion.slices import StoppedError
 from kvrag.fusion.staging import GROUP_LAYERS, EarlyRecords
 from kvrag.ingest.index import Index
+from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import RowGraphs, groups_of
 from kvrag_bench import shapes
 from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
@@ -42,9 +43,9 @@ PROMPT = "\n\n".join(TEXTS) + "\n\nWho keeps the ledger?"
 
 
 @contextmanager
-def indexed(folder: Path, codec: str = "raw") -> Iterator[Index]:
+def indexed(folder: Path, model: KVModel, codec: str = "raw") -> Iterator[Index]:
     """Yield an index of `TEXTS`."""
-    options = {"model": model_of("qwen2"), "embedding": "hashing", "codec": codec}
+    options = {"model": model, "embedding": "hashing", "codec": codec}
     with Index.create(folder / "index", **options) as index:
         index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
         yield index
@@ -88,7 +89,7 @@ def test_branches_for_a_card_fuse_as_the_cpu_does(
     policy: str, is_streamed: bool, tmp_path: Path
 ) -> None:
     model, codec = model_of("qwen2"), "stream" if is_streamed else "raw"
-    with indexed(tmp_path, codec) as index:
+    with indexed(tmp_path, model, codec) as index:
         engine = KVEngine(index, session_bytes=0)
         engine.fuse(PROMPT, policy=policy)  # makes the first chunk's record for its place
         expected = engine.fuse(PROMPT, policy=policy)
@@ -137,7 +138,7 @@ def test_records_are_opened_before_the_prompt_is_tokenised(
         begun.append(len(earlies[-1]._threads))
         return tokenise(*given)
 
-    with indexed(tmp_path) as index:
+    with indexed(tmp_path, model) as index:
         KVEngine(index, session_bytes=0).fuse(PROMPT)  # makes the first chunk's record
         with pretended_card() as counts:
             to_card(model.hf, counts)
@@ -178,7 +179,7 @@ def test_nothing_is_copied_early_for_a_prompt_that_is_computed_as_a_whole(
     is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("qwen2")
-    with indexed(tmp_path) as index:
+    with indexed(tmp_path, model) as index:
         KVEngine(index, session_bytes=0).fuse(PROMPT)  # makes the first chunk's record
         with pretended_card() as counts:
             to_card(model.hf, counts)
@@ -358,7 +359,7 @@ def test_prompts_that_wait_at_the_same_time_go_through_layers_together(
             (f"{TEXTS[1]}\n\n{TEXTS[2]}\n\nHow?", "two_stage"),
         )
     ]
-    with indexed(tmp_path) as index:
+    with indexed(tmp_path, model) as index:
         engine = KVEngine(index, session_bytes=0)
         engine.generate_batch(prompts)  # makes first places
         expected = [engine.generate(one) for one in prompts]

@@ -248,7 +248,8 @@ def test_the_tiny_model_tells_reuse_from_full_prefill() -> None:
 
 
 def test_picture(model: KVModel, musique: str, tmp_path: Path) -> None:
-    rows = run_quality_bench(QualityOptions(model=model, data=musique, ratios=(0.1, 1.0)))
+    few = {"policies": ("none", "deviation"), "ratios": (0.1, 1.0), "num_questions": 1}
+    rows = run_quality_bench(QualityOptions(model=model, data=musique, max_tokens=2, **few))
     rows += [replace(row, codec="small", bytes_per_token=row.bytes_per_token / 2) for row in rows]
     draw_quality(rows, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").read_bytes()[:4] == b"\x89PNG"
