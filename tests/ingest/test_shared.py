@@ -372,19 +372,6 @@ def test_a_log_that_was_put_back_makes_the_views_again(
     assert other.upkeep.verify().ok
 
 
-def test_a_log_that_was_put_back_while_a_view_was_closed(machine: Machine, url: str) -> None:
-    one = machine("one", url, context="none")
-    one.add([page(0)])
-    one.add([page(1)])
-    one.close()
-    log = Log(read_place(url).bucket("log"))
-    log.delete(2)
-    other = machine("other", url)
-    other.add([page(5)])
-    other.add([page(6)])
-    assert sources(machine("one", url)) == sources(other) == {"d0", "d5", "d6"}
-
-
 def test_a_refresh_asks_little(machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     index = machine("one", url, context="none")
     index.add([page(0)])
@@ -499,23 +486,6 @@ def test_an_encrypted_index_leaves_no_text_in_the_bucket(
         machine("two", f"{folder_url}-plain?key_file={key}")
 
 
-def test_an_index_made_anew_at_its_url(machine: Machine, tmp_path: Path, folder_url: str) -> None:
-    old = machine("one", folder_url, context="none")
-    old.add([page(0)])
-    shutil.rmtree(tmp_path / "bucket")
-    with pytest.raises((IndexNotFoundError, StoreError)):
-        old.add([page(1)])
-    new = machine("two", folder_url, context="none")
-    new.add([page(5)])
-    with pytest.raises(IndexMismatchError, match="another index has taken the place"):
-        old.delete(sources=["d0"])
-    new.refresh()
-    assert sources(new) == {"d5"}
-    old.close()
-    again = machine("one", folder_url)
-    assert sources(again) == {"d5"}
-
-
 def test_a_settings_change_goes_everywhere(machine: Machine, url: str) -> None:
     one = machine("one", url, context="none")
     other = machine("other", url)
@@ -525,37 +495,6 @@ def test_a_settings_change_goes_everywhere(machine: Machine, url: str) -> None:
     assert other.config.codec == one.config.codec == "lossless"
     assert other.upkeep.verify().ok
     assert machine("third", url).upkeep.verify().ok
-
-
-def test_two_writers_that_fit_profiles_keep_both(
-    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine("creator", folder_url, context="none", codec="cachegen")
-    one, other = machine("one", folder_url), machine("other", folder_url)
-    words = [f"word{number}" for number in range(14)]
-
-    def pages(name: str, first: int) -> list[Document]:
-        chosen = words[first : first + 9]
-        return [
-            Document(f"{name}{n}", f"{name} {n} " + " ".join(chosen[n % 5 :] * 8))
-            for n in range(12)
-        ]
-
-    create = Log.create
-    texts = [pages("b", 5)]
-
-    def late(log: Log, manifest: Manifest) -> Any:
-        if texts and manifest.profiles:  # `one` is about to record its profile
-            other.add(texts.pop())
-        return create(log, manifest)
-
-    monkeypatch.setattr(Log, "create", late)
-    one.add(pages("a", 0))
-    assert not texts
-    assert len(_newest(folder_url)["profiles"]) == 2
-    newcomer = machine("newcomer", folder_url)
-    assert len(sources(newcomer)) == 24
-    assert newcomer.upkeep.verify().ok
 
 
 def test_what_cannot_be_opened(
@@ -600,21 +539,6 @@ def test_views_that_nobody_uses_make_room(
     monkeypatch.setenv("KVRAG_VIEWS_BYTES", "much")
     with pytest.raises(ParameterError, match="KVRAG_VIEWS_BYTES"):
         machine("one", f"{bucket}/second")
-
-
-def test_a_view_in_use_is_never_removed(machine: Machine, tmp_path: Path, folder_url: str) -> None:
-    old = machine("one", folder_url, context="none")
-    old.add([page(0)])
-    shutil.rmtree(tmp_path / "bucket")
-    with pytest.raises(IndexMismatchError, match="end it, or set KVRAG_VIEWS"):
-        machine("one", folder_url, context="none")
-    machine("two", folder_url, context="none").add([page(5)])
-    with pytest.raises(IndexMismatchError, match="end it, or set KVRAG_VIEWS"):
-        machine("one", folder_url)
-    assert sources(old) == {"d0"}
-    assert old.search("page 0", 1)
-    old.close()
-    assert sources(machine("one", folder_url)) == {"d5"}
 
 
 def test_a_bucket_that_does_not_answer_leaves_the_version(
@@ -677,3 +601,60 @@ def test_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
                 views.add(here.view)
                 views.add(read_place(f"{scheme}://bucket/a/b?endpoint=http://y:1").view)
         assert len(views) > 2, scheme
+
+
+def test_an_index_made_anew_at_its_url(machine: Machine, tmp_path: Path, folder_url: str) -> None:
+    old = machine("one", folder_url, context="none")
+    old.add([page(0)])
+    shutil.rmtree(tmp_path / "bucket")
+    with pytest.raises((IndexNotFoundError, StoreError)):
+        old.add([page(1)])
+    with pytest.raises(IndexMismatchError, match="end it, or set KVRAG_VIEWS"):
+        machine("one", folder_url, context="none")
+    new = machine("two", folder_url, context="none")
+    new.add([page(5)])
+    with pytest.raises(IndexMismatchError, match="another index has taken the place"):
+        old.delete(sources=["d0"])
+    with pytest.raises(IndexMismatchError, match="end it, or set KVRAG_VIEWS"):
+        machine("one", folder_url)
+    # A view in use is never removed.
+    assert old.search("page 0", 1)[0].chunk.source == "d0"
+    new.refresh()
+    assert sources(new) == {"d5"}
+    old.close()
+    assert sources(machine("one", folder_url)) == {"d5"}
+
+
+@pytest.mark.parametrize("meanwhile", ["another fits too", "another codec is chosen"])
+def test_two_writers_and_their_profiles(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    machine("creator", folder_url, context="none", codec="cachegen")
+    one, other = machine("one", folder_url), machine("other", folder_url)
+    words = [f"word{number}" for number in range(14)]
+
+    def pages(name: str, first: int) -> list[Document]:
+        texts = [" ".join(words[first + n % 5 : first + 9] * 8) for n in range(12)]
+        return [Document(f"{name}{n}", f"{name} {n} {text}") for n, text in enumerate(texts)]
+
+    create, left = Log.create, [1]
+    is_fitted = meanwhile == "another fits too"
+
+    def late(log: Log, manifest: Manifest) -> Any:
+        if left and manifest.profiles:  # `one` is about to record its profile
+            left.clear()
+            other.add(pages("b", 5)) if is_fitted else other.upkeep.recode("raw")
+        return create(log, manifest)
+
+    monkeypatch.setattr(Log, "create", late)
+    one.add(pages("a", 0))
+    assert not left
+    newcomer = machine("newcomer", folder_url)
+    if is_fitted:
+        assert len(_newest(folder_url)["profiles"]) == 2
+    else:
+        for index in (one, newcomer):
+            assert index.config.codec == index._storage.coding.codec.name == "raw"
+        assert newcomer.config.profile == one.config.profile == other.config.profile
+    assert len(sources(newcomer)) == 12 + 12 * is_fitted
+    assert newcomer.upkeep.verify().ok

@@ -13,7 +13,7 @@ from kvrag.ingest import stages
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import log as logs
 from kvrag.ingest.shared import manifest
-from kvrag.ingest.shared.manifest import Log, Manifest
+from kvrag.ingest.shared.manifest import Log
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import Machine
 from tests.ingest.test_shared import page, sources
@@ -93,45 +93,6 @@ def test_a_writer_that_slept_too_long_says_so(
     assert sleeper.add([page(1)]).unchanged == ("d1",)
 
 
-def test_a_base_that_was_removed_before_its_commit(
-    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
-    sleeper.add([page(0), page(1)])
-
-    def meanwhile() -> None:
-        other.upkeep.gc(grace_seconds=0)
-        other.upkeep.gc(grace_seconds=0)
-
-    slept = after_first(monkeypatch, logs.SharedLog, "_put_base", log_of(sleeper), meanwhile)
-    log_of(sleeper).compact(is_forced=True)
-    assert slept
-    assert sources(machine("newcomer", folder_url)) == {"d0", "d1"}
-    other.refresh()
-    assert other.upkeep.verify().ok
-
-
-def test_publishing_again_leaves_no_hole_in_the_changes(
-    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
-    sleeper.add([page(0)])
-    sleeper.upkeep.gc()
-
-    def meanwhile() -> None:
-        for number in (1, 2, 3):
-            other.add([page(number)])
-            other.upkeep.gc()
-
-    slept = after_first(monkeypatch, logs.SharedLog, "_put_base", log_of(sleeper), meanwhile)
-    log_of(sleeper).mend()
-    assert slept
-    newcomer = machine("newcomer", folder_url)
-    for index in (sleeper, other, newcomer):
-        index.refresh()
-        assert sources(index) == {"d0", "d1", "d2", "d3"}
-
-
 def test_a_log_that_lacks_a_change_is_not_followed(
     machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,30 +131,6 @@ def test_a_segment_that_is_named_again_while_it_is_removed(
     assert sources(machine("newcomer", folder_url)) == {"d0", "d1"}
 
 
-def test_a_fitted_profile_yields_to_another_writers_codec(
-    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine("creator", folder_url, context="none", codec="cachegen")
-    one, other = machine("one", folder_url), machine("other", folder_url)
-    create = Log.create
-    left = [1]
-
-    def late(log: Log, manifest: Manifest) -> Any:
-        if left and manifest.profiles:  # `one` is about to record its profile
-            left.clear()
-            other.upkeep.recode("raw")
-        return create(log, manifest)
-
-    monkeypatch.setattr(Log, "create", late)
-    one.add([long_page(number) for number in range(1, 6)])
-    assert not left
-    newcomer = machine("newcomer", folder_url)
-    for index in (one, newcomer):
-        assert index.config.codec == index._storage.coding.codec.name == "raw"
-        assert index.upkeep.verify().ok
-    assert newcomer.config.profile == one.config.profile == other.config.profile
-
-
 def test_an_ingestion_that_fails_restores_what_it_had_relied_on(
     machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,16 +155,6 @@ def test_an_ingestion_that_fails_restores_what_it_had_relied_on(
         one.add([page(1), page(2)])
     assert sources(one) == {"d0", "d1"}
     assert one.upkeep.verify().ok
-
-
-def test_a_dry_run_beside_an_ingestion_forgets_no_doubt(machine: Machine, folder_url: str) -> None:
-    one = machine("one", folder_url, context="none")
-    log = log_of(one)
-    log.begin()
-    log._log.note_collecting("over")
-    before = log._collecting
-    one.add([page(0)], dry_run=True)
-    assert log._collecting == before != log._log.collecting()
 
 
 def test_a_gc_that_cannot_compute_what_is_needed_again_says_so(
@@ -285,3 +212,31 @@ def test_a_tier_of_one_machine_is_no_place_for_others(
         assert {key.digest for key, _ in home.sizes()} == cached.upkeep._needed_keys()
     one.refresh()
     assert one.upkeep.verify().ok
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_base_that_others_have_overtaken_before_its_commit(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    sleeper, other = machine("one", folder_url, context="none"), machine("two", folder_url)
+    sleeper.add([page(0)])
+    expected = {"d0"} if is_removed else {"d0", "d1", "d2", "d3"}
+    if not is_removed:
+        sleeper.upkeep.gc()
+
+    def meanwhile() -> None:
+        for number in (1, 2, 3):
+            if not is_removed:
+                other.add([page(number)])
+            other.upkeep.gc(grace_seconds=0 if is_removed else 3600)
+
+    slept = after_first(monkeypatch, logs.SharedLog, "_put_base", log_of(sleeper), meanwhile)
+    if is_removed:
+        log_of(sleeper).compact(is_forced=True)
+    else:
+        log_of(sleeper).mend()  # leaves no hole in the changes
+    assert slept
+    for index in (sleeper, other, machine("newcomer", folder_url)):
+        index.refresh()
+        assert sources(index) == expected
+        assert index.upkeep.verify().ok
