@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -464,19 +464,15 @@ def _forget() -> None:
 after_fork(_forget)
 
 
-@contextmanager
-def row_attention(model: Model) -> Iterator[None]:
+def row_attention(model: Model) -> AbstractContextManager[None]:
     """Make `model` use row attention inside the block. Hold `lock_of` the model."""
-    with attending_by(model, _NAME):
-        yield
+    return attending_by(model, _NAME)
 
 
-@contextmanager
-def whole_attention(model: Model) -> Iterator[None]:
+def whole_attention(model: Model) -> AbstractContextManager[None]:
     """Make `model` attend in the compiled kernel inside the block, where the kernel can.
 
     The forward passes in the block are causal, over sequences whose padding is on the right and
     whose cache keeps all keys. Hold `lock_of` the model.
     """
-    with attending_by(model, _WHOLE_NAME):
-        yield
+    return attending_by(model, _WHOLE_NAME)

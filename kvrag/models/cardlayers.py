@@ -27,12 +27,10 @@ from kvrag.native.gpu.compiling import free_bytes
 from kvrag.native.gpu.rows import (
     MOST_SPLITS,
     MOST_TABLES,
-    LayerKind,
     RowKernels,
     RowOperations,
     RowPlaces,
     RowTensors,
-    are_ready,
 )
 from kvrag.positions.rotary import RotaryTable
 
@@ -60,9 +58,6 @@ def on_card(description: Description, device: torch.device, num_rotated: int) ->
         return False
     if any(width % _ALIGNED for width in description.widths.values()):
         return False
-    layer = description.layers[0]
-    norm = next(one.norm for one in layer if isinstance(one, RowNorm))
-    attention = next(one for one in layer if isinstance(one, Attention))
     if not all(
         one.device == device
         and one.dtype == description.dtype
@@ -72,14 +67,27 @@ def on_card(description: Description, device: torch.device, num_rotated: int) ->
         for one in _weights(description)
     ):
         return False
-    kind = LayerKind(
-        description.head_dim,
-        has_softcap=bool(attention.scores.softcap),
-        head_norm=None if attention.norms is None else attention.norms[0],
-        adds_one=norm.adds_one,
-        is_gelu=next(one.is_gelu for one in layer if isinstance(one, Gate)),
+    return are_ready(description, device) and is_right(description, device)
+
+
+def are_ready(description: Description, device: torch.device) -> bool:
+    """Return whether all kernels of described layers can be started."""
+    wanted: list[tuple[str, dict[str, int]]] = []
+    head = {"D": description.head_dim}
+    for one in description.layers[0]:
+        if isinstance(one, Gate):
+            wanted.append(("gated", {"GELU": int(one.is_gelu)}))
+        elif isinstance(one, RowNorm):
+            wanted.append(("norm", {"ADDS_ONE": int(one.norm.adds_one), "ADDS": int(one.adds)}))
+        elif isinstance(one, Attention):
+            norms, capped = one.norms, head | {"SOFTCAP": int(bool(one.scores.softcap))}
+            adds_one = int(norms is not None and norms[0].adds_one)
+            own = {"NORMS": int(norms is not None), "ADDS_ONE": adds_one}
+            wanted += [("rotate", head | own), ("mass", capped)]
+            wanted += [("attend", capped | {"WHOLE": whole}) for whole in (0, 1)]
+    return description.head_dim & (description.head_dim - 1) == 0 and all(
+        tiled.is_ready(name, description.dtype, device, **constants) for name, constants in wanted
     )
-    return are_ready(description.dtype, device, kind) and is_right(description, device)
 
 
 def _weights(description: Description) -> Iterator[torch.Tensor]:
@@ -277,10 +285,15 @@ class CardLayers:
         The layers, whose weights are on the card.
     slots
         Memory that prompts share; None: its own.
+
+    Attributes
+    ----------
+    description
+        The layers.
     """
 
     def __init__(self, description: Description, slots: Slots | None = None) -> None:
-        self._description = description
+        self.description = description
         self._slots = slots
         self._prepared: dict[tuple[int, ...], Prepared] = {}
 
@@ -289,19 +302,14 @@ class CardLayers:
         """Rows that a layer computes at once: fewer once memory has turned out to be short."""
         return MOST_ROWS if self._slots is None else self._slots.most_rows
 
-    @property
-    def description(self) -> Description:
-        """The layers."""
-        return self._description
-
     def is_like(self, other: CardLayers) -> bool:
         """Return whether these layers and others are the same, in the same memory."""
-        return self._description is other._description and self._slots is other._slots
+        return self.description is other.description and self._slots is other._slots
 
     def slots_of(self, num_rows: int) -> dict[str, torch.Tensor]:
         """Return slots of some rows, which the next call, and the next layer, overwrites."""
         if self._slots is None:
-            self._slots = Slots(self._description, next(_weights(self._description)).device)
+            self._slots = Slots(self.description, next(_weights(self.description)).device)
         self._slots.follow()
         return self._slots.of(num_rows)
 
@@ -330,7 +338,7 @@ class CardLayers:
         if self._slots is not None:
             self._slots.follow()
         prepared.slots[HIDDEN] = hidden
-        operations = self._description.layers[layer_index]
+        operations = self.description.layers[layer_index]
         prepared.run(layer_index, operations, only_writes=only_writes, stops=stops)
 
     def prepare(
@@ -361,8 +369,8 @@ class CardLayers:
         if known is None:
             places = places_of(rows, fused, [table], last, asked)
             known = self._prepared[key] = Prepared(
-                self._description,
-                operations_for(places, self._description),
+                self.description,
+                operations_for(places, self.description),
                 self.slots_of(len(rows)),
                 looks_from=None if asked is None else asked.first_layer,
                 kept=(places, fused, table),

@@ -12,7 +12,7 @@ import copy
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -687,10 +687,9 @@ class KVModel:
                     return weight.device
             modules += filter(None, reversed(module._modules.values()))
 
-    @contextmanager
     def computing_rows(
         self, adapter: RowAdapter | None = None, adapted: torch.Tensor | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Hold the model for calls of its `rows` without gradients.
 
         Parameters
@@ -700,8 +699,7 @@ class KVModel:
         adapted
             Positions of the adapted rows; None means all.
         """
-        with self.rows.computing(adapter, adapted):
-            yield
+        return self.rows.computing(adapter, adapted)
 
     def tables(self, num_tokens: int, positions: Sequence[int] | None = None) -> list[RotaryTable]:
         """Return each layer's table for rows ``0 .. num_tokens - 1``.

@@ -30,22 +30,10 @@ if TYPE_CHECKING:
 _WITHOUT_BFLOAT16 = ("scalar", "avx2", "avx512", "avx512vbmi2")
 # Config fields that change neither weights nor KV; loading alone fills in some of them.
 _VOLATILE_CONFIG = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "sep_token_id",
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
+    *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
+    *("id2label", "label2id", "problem_type"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id"),
 }
 
 

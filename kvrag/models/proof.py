@@ -36,8 +36,7 @@ from kvrag.regularfile import replace_file
 # `kvrag.models.kv_model`, which has it, imports this module.
 KVModel = Any
 
-_HEAD, _FIRST, _SECOND, _QUESTION = 3, 28, 25, 8
-_NUM_TOKENS = _HEAD + _FIRST + _SECOND + _QUESTION
+_NUM_TOKENS, _QUESTION = 64, 8
 _MOST_TOKENS = 1100
 _WINDOW = 16
 _AWAY = 9
@@ -253,9 +252,7 @@ def _checks(model: KVModel, name: str) -> Iterator[Check]:
     yield Check(name, "chosen rows of a prompt", apart(logits, expected), bound)
 
     if model.family.position_embedding is None:
-        if not model.family.attends_itself:
-            yield _moved(model, name, ids, near)
-        yield _swapped(model, name, ids, plain, near)
+        yield _moved(model, name, ids, near)
 
     if model.has_batches:
         row = BatchRow(fused, fused.addresses, num_tokens, num_tokens)
@@ -269,7 +266,10 @@ def _checks(model: KVModel, name: str) -> Iterator[Check]:
 
 
 def _moved(model: KVModel, name: str, ids: torch.Tensor, near: float) -> Check:
-    """Keys that are moved by some positions are those that each layer makes there, and back."""
+    """Keys that are moved by some positions are those that each layer makes there, and back.
+
+    Values are the same there.
+    """
     rows = torch.arange(len(ids), device=model.device)
     buffer = FusedKV(model.spec, len(ids), len(ids), model.device)
     here, there = (
@@ -279,37 +279,19 @@ def _moved(model: KVModel, name: str, ids: torch.Tensor, near: float) -> Check:
     with working(), model.computing_rows():
         hidden = model.embed(ids, rows)
         for index, (table, other) in enumerate(zip(here.tables, there.tables, strict=True)):
-            keys, moved = (
-                torch.cat([one[1] for one in model.rows.project(index, hidden, of, rows)], 1)
-                for of in (here, there)
+            (keys, values), (moved, others) = (
+                [torch.cat(kv, 1) for kv in list(zip(*made, strict=True))[1:]]
+                for made in (model.rows.project(index, hidden, of, rows) for of in (here, there))
             )
             free, placed, back = (torch.empty_like(keys) for _ in range(3))
             table.strip(keys, slice(None), free)
             other.place(free, slice(None), placed)
             other.strip(placed, slice(None), free)
             table.place(free, slice(None), back)
-            figures.append(max(_off(placed, moved), _off(back, keys)))
+            pairs = (placed, moved), (back, keys), (others, values)
+            figures.append(max(_off(*pair) for pair in pairs))
     worst = max(range(len(figures)), key=figures.__getitem__)
     return Check(name, "keys moved, and moved back", figures[worst], near, worst)
-
-
-def _swapped(
-    model: KVModel, name: str, ids: torch.Tensor, plain: list[list[torch.Tensor]], near: float
-) -> Check:
-    """Two chunks that are encoded alone and placed the other way round: the first layer's KV."""
-    tables = model.tables(_NUM_TOKENS)
-    head, end = ids[:_HEAD], _HEAD + _FIRST
-    off = 0.0
-    for begin, stop in ((_HEAD, end), (end, end + _SECOND)):
-        with working(), model.lock:
-            alone = _captured(model, torch.cat([head, ids[begin:stop]]))[0]
-        keys, values = (part[:, _HEAD:] for part in alone)
-        free, placed = torch.empty_like(keys), torch.empty_like(keys)
-        tables[0].strip(keys, slice(_HEAD, _HEAD + stop - begin), free)
-        tables[0].place(free, slice(begin, stop), placed)
-        there = plain[0]
-        off = max(off, _off(placed, there[0][:, begin:stop]), _off(values, there[1][:, begin:stop]))
-    return Check(name, "two chunks swapped, first layer", off, near, 0)
 
 
 def _captured(model: KVModel, ids: torch.Tensor) -> list[list[torch.Tensor]]:

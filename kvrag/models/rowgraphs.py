@@ -617,7 +617,7 @@ class CapturedLayers(CardLayers):
 
     def __init__(self, description: Description, slots: Slots, graphs: RowGraphs) -> None:
         super().__init__(description, slots)
-        self.graphs = self._graphs = graphs
+        self.graphs = graphs
         self._entered: dict[tuple[int, ...], tuple[RowPlaces, torch.Tensor]] = {}
 
     def together(self, layer_index: int, rows: torch.Tensor, observed: range = range(0)) -> range:
@@ -632,7 +632,7 @@ class CapturedLayers(CardLayers):
         if known_rows(rows).last is None:
             return nothing
         looks = layer_index in observed
-        found = self._graphs.find(layer_index, len(rows), looks=looks)
+        found = self.graphs.find(layer_index, len(rows), looks=looks)
         return found if all((one in observed) == looks for one in found) else nothing
 
     def run_together(
@@ -654,7 +654,7 @@ class CapturedLayers(CardLayers):
             The table of each layer of the model.
         """
         state = self.state_of(rows, fused, tables, asked)
-        self._graphs.run(layers, [hidden], [rows], [state], looks=asked is not None)
+        self.graphs.run(layers, [hidden], [rows], [state], looks=asked is not None)
 
     def state_of(
         self,
@@ -668,7 +668,7 @@ class CapturedLayers(CardLayers):
         if key not in self._entered:
             last = known_rows(rows).last
             assert last is not None
-            used = [tables[index] for index in self._description.tables]
+            used = [tables[index] for index in self.description.tables]
             places = places_of(rows, fused, used, last, asked)
             self._entered[key] = places, cardlayers.brought(places.state(), rows.device)
         return self._entered[key][1]

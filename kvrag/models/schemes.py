@@ -6,7 +6,7 @@ How layers use what the rotary module gives is measured, not looked up by a fami
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from kvrag.kvcache import KVSpec, packed
 from kvrag.models.decoders import Model
 from kvrag.models.families import INSTEAD, Family, base_of, has_alibi
 from kvrag.models.writers import ProjectionDone, ProjectionProbe
-from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, RotaryTable, UnrotatedPositions
+from kvrag.positions.rotary import LAYOUTS, Layout, RotaryPositions, UnrotatedPositions
 
 _IN_HALVES = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "falcon"}
 """Types that are known to rotate all layers in halves: nothing is measured when they are loaded."""
@@ -25,11 +25,7 @@ _PLACE = 3
 """Where a key is turned to: near enough that the first frequencies have not come around."""
 
 
-class Positions(Protocol):
-    """Returns a model's tables for any positions."""
-
-    def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
-        """Return one table per layer for `positions` ``[N]``."""
+Positions: TypeAlias = RotaryPositions | UnrotatedPositions
 
 
 def find_positions(hf: Model, family: Family, spec: KVSpec) -> Positions:

@@ -127,37 +127,23 @@ def _cuts() -> dict[str, tuple[str, ...]]:
 
     theirs: dict[str, str] = GGUF_PRE_TOKENIZER_SPLITS
     found: dict[str, tuple[str, ...]] = {name: (one,) for name, one in theirs.items()}
-    for names, cut in (
-        (
-            "smollm starcoder refact command-r exaone codeshell minerva-7b mellum2",
-            (_DIGIT, _WORDS),
+    more = {
+        "smollm starcoder refact command-r exaone codeshell minerva-7b mellum2": (_DIGIT, _WORDS),
+        "gpt-2 phi-2 olmo mpt jais exaone4 mellum gigachat a.x-4.0 trillion granite-docling": (
+            _WORDS,
         ),
-        (
-            "gpt-2 phi-2 olmo mpt jais exaone4 mellum gigachat a.x-4.0 trillion granite-docling",
-            (_WORDS,),
+        "stablelm2 hunyuan solar-open": found["qwen2"],
+        "glm4 chatglm-bpe": found["llama-bpe"],
+        "seed-coder": (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+            r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
         ),
-        ("stablelm2 hunyuan solar-open", found["qwen2"]),
-        ("glm4 chatglm-bpe", found["llama-bpe"]),
-        (
-            "seed-coder",
-            (
-                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-                r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
-            ),
+        "deepseek-coder": (
+            *(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"),
+            *(r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", _DIGIT),
         ),
-        (
-            "deepseek-coder",
-            (
-                r"[\r\n]",
-                r"\s?\p{L}+",
-                r"\s?\p{P}+",
-                r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-                _DIGIT,
-            ),
-        ),
-    ):
-        found |= dict.fromkeys(names.split(), cut)
-    return found
+    }
+    return found | {name: cut for names, cut in more.items() for name in names.split()}
 
 
 def _ends(known: Metadata) -> set[int | None]:

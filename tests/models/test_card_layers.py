@@ -112,7 +112,7 @@ def test_kernels_that_are_wrong_are_not_used(
     monkeypatch.setattr(cardlayers, "_CHECKED_TOKENS", 60)
     monkeypatch.setattr(cardlayers, "_CHECKED_ROWS", 9)
     monkeypatch.setattr(tiled, "_trusted", {})
-    described = on_card(model_of("gemma3"))._description
+    described = on_card(model_of("gemma3")).description
     assert cardlayers.is_right(described, torch.device("cpu"))
     monkeypatch.setattr(tiled, "_trusted", {})
     attend = RowKernels.attend
@@ -135,14 +135,14 @@ def test_kernels_that_are_wrong_are_not_used(
 def test_layers_with_three_tables_are_left_to_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cardlayers, "is_right", lambda *_: True)
     monkeypatch.setattr(cardlayers, "are_ready", lambda *_: True)
-    described = on_card(model_of("gemma3"))._description
+    described = on_card(model_of("gemma3")).description
     given = torch.device("cpu"), described.head_dim
     assert cardlayers.on_card(described, *given)
     assert not cardlayers.on_card(replace(described, tables=(0, 1, 2)), *given)
 
 
 def test_kernels_get_positions_that_are_aligned() -> None:
-    described = on_card(model_of())._description
+    described = on_card(model_of()).description
     kv, table = torch.zeros(1, 12, described.head_dim), torch.zeros(12, described.head_dim)
     for first in range(2):
         rows = torch.arange(12)[first:]

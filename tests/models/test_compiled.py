@@ -23,7 +23,6 @@ from kvrag.models.linears import multiplies_squares
 from kvrag.models.rows import Attending, RowPass
 from kvrag.native.kernels import REFERENCE, instruction_set
 from kvrag.native.linear import MAX_ROWS
-from tests.support.instructions import torch_threads
 from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import few
 
@@ -158,16 +157,6 @@ def test_a_row_among_others_is_a_row_alone(dtype: torch.dtype, compute: str | No
     assert torch.equal(torch.cat(alone), together)
 
 
-def test_threads_change_nothing() -> None:
-    model = model_of("gemma3", torch.bfloat16)
-    found = []
-    for number in (1, 2, 3):
-        with torch_threads(number):
-            found.append(by_kernels(model, rows_of(model)))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 class _OtherLinear(nn.Linear):
     pass
 
@@ -234,18 +223,6 @@ def test_patched_classes_and_global_hooks_stay_modules(
         hook.remove()
     model.begin_answer()
     assert model._compiled is not None
-
-
-def test_layers_that_were_removed_or_exchanged() -> None:
-    model = model_of()
-    first = by_kernels(model, rows_of(model))
-    # The prompt is computed by these, too.
-    model.hf.model.layers = nn.ModuleList(reversed(model.hf.model.layers))
-    assert torch.equal(by_kernels(model, rows_of(model)), first)
-    other = model_of()
-    del other.hf.model.layers[-1]
-    other.begin_answer()
-    assert other._compiled is None
 
 
 def test_what_is_not_known_stays_modules(monkeypatch: pytest.MonkeyPatch) -> None:

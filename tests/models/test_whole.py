@@ -95,33 +95,6 @@ def test_rounding_of_answers_is_nothing_that_a_proof_refuses(
         assert found.figure < found.bound == 1e-4
 
 
-def test_what_was_proven_counts_for_its_device_and_kernels_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(tmp_path)
-    runs: list[str] = []
-
-    def require(device: str) -> int:
-        hf = SimpleNamespace(config=SimpleNamespace(model_type="lfm2"))
-        model: Any = SimpleNamespace(hf=hf, device=torch.device(device))
-
-        def prove() -> tuple[list[proof.Check], str]:
-            runs.append(device)
-            return [proof.Check("loaded", "all", 0.0, 1.0)], ""
-
-        proof.require(model, "weights", prove)
-        return len(runs)
-
-    assert [require("cpu"), require("cpu"), require("cuda"), require("cuda")] == [1, 1, 2, 2]
-    package = tmp_path / "causal_conv1d-1.4.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: causal-conv1d\nVersion: 1.4.0\n"
-    )
-    assert [require("cuda"), require("cuda")] == [3, 3]
-
-
 def test_a_state_counts_the_memory_of_its_tensors() -> None:
     rows = torch.zeros(6, 4)
     cache = SimpleNamespace(layers=[SimpleNamespace(keys=rows[:2], states={0: rows[2:], 1: None})])

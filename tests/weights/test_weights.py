@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import kvrag
 from kvrag.engine.text_stream import end_ids
@@ -21,7 +20,7 @@ from kvrag.models.loading import has_bfloat16
 from kvrag.models.references import resolve_model
 from kvrag.weights import cache
 from kvrag.weights import cache as c
-from kvrag.weights.named import NAMED_MODELS, NamedModel
+from kvrag.weights.named import NamedModel
 from kvrag.weights.sources import GgufSource, find_gguf
 from tests.support.gguf_files import END_OF_TURN, write_gguf
 
@@ -51,24 +50,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KVRAG_MODELS", str(folder / "cache"))
         return path, Path(resolve_model(path)), written
-
-
-def test_a_conversion_holds_the_dequantised_weights(
-    made: tuple[Path, Path, dict[str, torch.Tensor]],
-) -> None:
-    _, folder, written = made
-    weights = load_file(folder / "model.safetensors")
-    named = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "blk.1.ffn_down.weight": "model.layers.1.mlp.down_proj.weight",
-        "blk.0.attn_v.weight": "model.layers.0.self_attn.v_proj.weight",
-        "output_norm.weight": "model.norm.weight",
-    }
-    for theirs, ours in named.items():
-        assert weights[ours].dtype == torch.bfloat16
-        torch.testing.assert_close(
-            weights[ours], torch.from_numpy(written[theirs]).to(torch.bfloat16), rtol=0, atol=0
-        )
 
 
 def test_a_conversion_loads_as_a_model_with_template_and_ends(
@@ -219,29 +200,6 @@ def test_a_conversion_outlives_its_package(tmp_path: Path, monkeypatch: pytest.M
         resolve_model("toy")
     made = c.convert(GgufSource("toy", (tmp_path / "m.gguf",), digest))
     assert resolve_model("toy") == str(made.folder)
-
-
-def test_loading_resolves_a_name_once(
-    made: tuple[Path, Path, dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, folder, _ = made
-    monkeypatch.setenv("KVRAG_MODELS", str(folder.parent))
-    asked: list[str] = []
-
-    def noted(reference: str | Path) -> GgufSource | None:
-        asked.append(str(reference))
-        return find_gguf(reference)
-
-    monkeypatch.setattr("kvrag.models.references.find_gguf", noted)
-    assert KVModel.load(path).name == str(path)
-    assert asked.count(str(path)) == 1
-
-
-def test_names_are_words_and_files_belong_to_them() -> None:
-    assert len({model.name for model in NAMED_MODELS}) == len(NAMED_MODELS)
-    for model in NAMED_MODELS:
-        assert len(model.sha256) == 64
-        assert "/" not in model.name
 
 
 @pytest.mark.usefixtures("quick")

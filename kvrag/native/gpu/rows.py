@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from kvrag.native.attention import Scores
-from kvrag.native.gpu.tiled import is_ready, start, tiling_of
+from kvrag.native.gpu.tiled import start, tiling_of
 
 MOST_SPLITS = 16
 """Into how many parts a row's keys are split at most."""
@@ -261,47 +261,6 @@ class RowKernels:
 
 
 RowOperations: TypeAlias = RowTensors | RowKernels
-
-
-class LayerKind(NamedTuple):
-    """What a decoder's layers are made of.
-
-    Attributes
-    ----------
-    head_dim
-        The length of a head.
-    has_softcap
-        Whether attention caps scores.
-    head_norm
-        The norm of heads; None: they have none.
-    adds_one
-        Whether the norms of rows add 1 to their weights.
-    is_gelu
-        Whether gates are GELUs, or SiLUs.
-    """
-
-    head_dim: int
-    has_softcap: bool
-    head_norm: Norm | None
-    adds_one: bool
-    is_gelu: bool
-
-
-def are_ready(dtype: torch.dtype, device: torch.device, kind: LayerKind) -> bool:
-    """Return whether `RowKernels` can be started for such layers."""
-    head_dim, has_softcap, norms, adds_one, is_gelu = kind
-    cap, head = int(has_softcap), {"D": head_dim}
-    own = {"NORMS": int(norms is not None), "ADDS_ONE": int(norms is not None and norms.adds_one)}
-    wanted: list[tuple[str, dict[str, int]]] = [
-        ("gated", {"GELU": int(is_gelu)}),
-        ("rotate", {**head, **own}),
-        ("mass", {**head, "SOFTCAP": cap}),
-        *(("attend", {**head, "SOFTCAP": cap, "WHOLE": whole}) for whole in (0, 1)),
-        *(("norm", {"ADDS_ONE": int(adds_one), "ADDS": adds}) for adds in (0, 1)),
-    ]
-    return head_dim & (head_dim - 1) == 0 and all(
-        is_ready(name, dtype, device, **constants) for name, constants in wanted
-    )
 
 
 def num_splits(num_programs: int) -> int:
