@@ -87,10 +87,14 @@ class RowAdapter:
         Inside another adapter's `acting`, this adapter replaces that one.
         """
         name_of_this = object()
+
+        def acts() -> bool:
+            return _innermost.by_model.get(id(hf)) is name_of_this
+
         with ExitStack() as hooks:
             hooks.enter_context(without_adapters(hf, name_of_this))
             for name in self.down:
-                hook = self._hook(name, gate, lambda: _acts(hf, name_of_this))
+                hook = self._hook(name, gate, acts)
                 handle = hf.get_submodule(name).register_forward_hook(hook)
                 hooks.callback(handle.remove)
             yield
@@ -117,10 +121,6 @@ class RowAdapter:
             return torch.where(chosen[:, None], output + added, output)
 
         return add
-
-
-def _acts(hf: Model, name: object) -> bool:
-    return _innermost.by_model.get(id(hf)) is name
 
 
 def linear_layers(hf: Model) -> dict[str, nn.Linear]:

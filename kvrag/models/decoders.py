@@ -304,7 +304,7 @@ def load_decoder(folder: str, known: Remembered, dtype: torch.dtype | None) -> D
         return None
     weights: dict[str, torch.Tensor] = {}
     try:
-        for path in _weight_files(Path(folder)):
+        for path in weight_files(Path(folder)):
             weights |= load_file(path)
     except (OSError, ValueError, SafetensorError):
         return None
@@ -331,7 +331,8 @@ def load_decoder(folder: str, known: Remembered, dtype: torch.dtype | None) -> D
     return made.requires_grad_(False).eval()
 
 
-def _weight_files(folder: Path) -> Iterator[Path]:
+def weight_files(folder: Path) -> Iterator[Path]:
+    """Yield a model's files of weights; nothing if there are none."""
     if (folder / ONE_FILE).is_file():
         yield folder / ONE_FILE
     elif (folder / INDEX_FILE).is_file():

@@ -126,11 +126,6 @@ def own_attention(config: Any) -> AttentionFunction:
     return _functions[config._attn_implementation]
 
 
-def plain_implementation(name: str) -> str:
-    """Return the attention implementation that one of our names falls back on, or the name."""
-    return _plain.get(name, name)
-
-
 @contextmanager
 def attending_by(model: Any, name: str) -> Iterator[None]:
     """Make `model` attend with the implementation registered as `name`. Hold its lock."""
@@ -138,7 +133,7 @@ def attending_by(model: Any, name: str) -> Iterator[None]:
         _tell_transformers()
     config = model.config
     original = config._attn_implementation
-    plain = plain_implementation(original)
+    plain = _plain.get(original, original)
     # Flash and flex kernels know soft-capping; among our implementations only the eager one does.
     capped = plain != "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None
     config._attn_implementation = f"{name}_eager" if plain == "eager" or capped else name

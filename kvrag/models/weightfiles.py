@@ -6,7 +6,6 @@ terabyte, would end the process before a missing weight is noticed.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -19,9 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from kvrag.errors import ModelLoadError
-from kvrag.regularfile import read_regular
+from kvrag.models.decoders import INDEX_FILE, ONE_FILE, weight_files
 
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # What a configuration counts or measures its modules by; positions need no weights.
 _SIZE = re.compile(r"(num|n)_.*|.*(_size|_dim|_heads|_layers|_experts|_rank)|d_.*|dim|.*_inner")
 # Parameters and buffers beside a checkpoint's elements: masks, frequencies, tied weights.
@@ -59,8 +57,8 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
     shapes = [shape for _, shape in named.values()]
     if not shapes:
         raise ModelLoadError(
-            f"{reference}: no *.safetensors with weights; expected {_ONE}, or the files that "
-            f"{_INDEX} names (pickled weights are not read)"
+            f"{reference}: no *.safetensors with weights; expected {ONE_FILE}, or the files that "
+            f"{INDEX_FILE} names (pickled weights are not read)"
         )
     most = max(len(shapes), *(max(shape, default=1) for shape in shapes))
     limits = {"num_hidden_layers": len(shapes)}
@@ -108,24 +106,19 @@ def check_sizes(reference: str, config: PreTrainedConfig, *, is_decoder: bool = 
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    if (folder / _ONE).is_file():
-        return [folder / _ONE]
-    if not (folder / _INDEX).is_file():
-        return []
     try:
-        names = set(json.loads(read_regular(folder / _INDEX))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
+        return list(weight_files(folder))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelLoadError(
-            f"{folder / _INDEX} names no files of weights (weight_map); restore it"
+            f"{folder / INDEX_FILE} names no files of weights (weight_map); restore it"
         ) from error
 
 
 def _of_hub(name: str) -> list[Path]:
     try:
-        return [Path(str(cached_file(name, _ONE)))]
+        return [Path(str(cached_file(name, ONE_FILE)))]
     except OSError:
-        index = str(cached_file(name, _INDEX))
+        index = str(cached_file(name, INDEX_FILE))
         return [Path(one) for one in get_checkpoint_shard_files(name, index)[0]]  # type: ignore[no-untyped-call]
 
 
@@ -137,7 +130,7 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[str, list[int]]]]:
                 part = file.get_slice(name)
                 yield name, (part.get_dtype(), part.get_shape())
     except FileNotFoundError as error:
-        raise ModelLoadError(f"{path} is missing, but {_INDEX} names it; restore it") from error
+        raise ModelLoadError(f"{path} is missing, but {INDEX_FILE} names it; restore it") from error
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(
             f"{path} is no safetensors file, or is cut short or longer than its header says "

@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,6 @@ from kvrag.kvcache import FusedKV
 from kvrag.models import attention
 from kvrag.models.families import refuse_config
 from kvrag.models.kv_model import KVModel
-from kvrag.models.linears import ROWS_STEP
 from kvrag.models.loading import model_fingerprint
 from kvrag.models.rows import RowPass
 from kvrag.models.tokens import tokenizer_fingerprint
@@ -174,23 +172,6 @@ def test_others_compute_between_the_layers_of_a_chunk(family: str) -> None:
     assert torch.equal(kv.keys, alone.keys)
     assert torch.equal(kv.values, alone.values)
     assert not model.lock.is_wanted
-
-
-@pytest.mark.parametrize("is_encoded", [False, True])
-def test_rows_are_filled_up_to_whole_squares(is_encoded: bool) -> None:
-    model = KVModel(make_model(max_position_embeddings=100), make_tokenizer())
-    prefix: Any = model.encode_prefix([5, 6, 7]) if is_encoded else [5, 6, 7]
-    before = 3 if is_encoded else 0
-    widths = []
-    model.hf.model.register_forward_pre_hook(
-        lambda _, __, named: widths.append(named["input_ids"].shape[1]), with_kwargs=True
-    )
-    for length in (1, 13, 16, 17, 97):
-        widths.clear()
-        (kv,) = model.prefill(prefix, [[9] * length])
-        assert kv.num_tokens == length
-        needed = 3 + length - before
-        assert widths == [min(-(-needed // ROWS_STEP) * ROWS_STEP, 100 - before)]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LEARNED_POSITIONS])
@@ -390,22 +371,6 @@ def test_an_adapter_that_acts_on_a_model_is_none_of_its_twins() -> None:
     with make_links(model, "adapter").answering(model):
         assert twin.compile() is not None
         assert torch.equal(fused_alone(twin, token_ids)[0], alone[0])
-
-
-def test_twins_stay_while_the_model_computes() -> None:
-    model = KVModel(make_model("llama"), make_tokenizer())
-    before, begun = model.twin(0), threading.Event()
-
-    def compute() -> None:
-        with model.computing_rows():
-            begun.set()
-            time.sleep(0.2)
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(compute)
-        begun.wait(30)
-        assert model.twin(0) is before
-        done.result()
 
 
 def test_twins_are_freed_with_their_model() -> None:

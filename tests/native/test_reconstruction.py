@@ -127,20 +127,6 @@ def test_threads_change_nothing(isa: str) -> None:
     assert torch.equal(*outs)
 
 
-def test_parts_of_a_chunk_are_the_whole(isa: str) -> None:
-    generator = torch.Generator().manual_seed(4)
-    numbers = make_numbers(generator, (50, 90), torch.uint8, 0.1)
-    basis = torch.randn(2, 50, 64, generator=generator)
-    cos, sin = make_rotation(generator, 90, 64)
-    whole, parts = torch.empty(2, 90, 64), torch.empty(2, 90, 64)
-    reconstruct(Points(numbers), basis, None, whole, rotation=Rotation(cos, sin))
-    for part in (slice(0, 13), slice(13, 71), slice(71, 90)):
-        out = parts[:, part]
-        there = Rotation(cos[part], sin[part])
-        reconstruct(Points(numbers), basis, None, out, rotation=there, tokens=part)
-    assert torch.equal(whole, parts)
-
-
 def test_numpy_and_torch_are_alike() -> None:
     numbers = np.full((2, 5), 130, np.uint8)
     out = np.empty((1, 5, 8), np.float16)
