@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.codec.pca import MOST_ENERGY
-from kvrag.codec.transforms import KINDS, BlockPlan, load_means, take_tensor
+from kvrag.codec.transforms import KINDS, BlockPlan, FittedTransform, load_means, take_tensor
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native.packed import GROUP, MOST_BITS, USUAL, PackedBands, pack_rows
@@ -91,25 +91,25 @@ class Bands:
         num_bands = self.num_bands(spec)
         channels = spec.num_kv_heads * spec.head_dim // num_bands
         numbers = -(-channels // GROUP) * GROUP
-        bases, scales, widths = [], [], []
-        for block in range(len(plans)):
-            basis = take_tensor(
-                tensors, f"basis.{block}", [num_bands, numbers, channels], torch.int8
+        of_blocks = [
+            [
+                take_tensor(tensors, f"{name}.{b}", [num_bands, *rest], kind)
+                for b in range(len(plans))
+            ]
+            for name, rest, kind in (
+                ("basis", (numbers, channels), torch.int8),
+                ("scale", (), torch.float32),
+                ("widths", (numbers // GROUP,), torch.uint8),
             )
-            scale = take_tensor(tensors, f"scale.{block}", [num_bands], torch.float32)
-            width = take_tensor(
-                tensors, f"widths.{block}", [num_bands, numbers // GROUP], torch.uint8
-            )
+        ]
+        for block, width in enumerate(of_blocks[-1]):
             sums = width.long().sum(1)
             if bool((width > MOST_BITS).any()) or bool((sums != sums[0]).any()):
                 raise ProfileError(
                     f"the profile's 'widths.{block}' are not of {MOST_BITS} bits at most, the same "
                     "sum in each band; fit it again with 'kvrag profile'"
                 )
-            bases.append(basis)
-            scales.append(scale)
-            widths.append(width)
-        return FittedBands(spec, plans, means, bases, scales, widths)
+        return FittedBands(spec, plans, means, *of_blocks)
 
 
 class BandsFitter:
@@ -198,13 +198,11 @@ def _widths(variance: torch.Tensor, numbers: int, budget: int) -> tuple[torch.Te
     return widths.to(torch.uint8), padded.sqrt()
 
 
-class FittedBands:
-    """Rows are the numbers of all bands before rounding (a `FittedTransform`).
+class FittedBands(FittedTransform):
+    """Rows are the numbers of all bands before rounding.
 
     Attributes
     ----------
-    means
-        float32 ``[N]`` for each block.
     bases
         int8 ``[bands, K, n]`` for each block.
     scales
@@ -212,6 +210,11 @@ class FittedBands:
     widths
         uint8 ``[bands, K / 8]`` for each block.
     """
+
+    stored: ClassVar[Mapping[str, str]] = {
+        **FittedTransform.stored,
+        **{"basis": "bases", "scale": "scales", "widths": "widths"},
+    }
 
     def __init__(
         self,
@@ -222,12 +225,8 @@ class FittedBands:
         scales: list[torch.Tensor],
         widths: list[torch.Tensor],
     ) -> None:
-        self.plans = plans
-        self.means = means
-        self.bases = bases
-        self.scales = scales
-        self.widths = widths
-        self._spec = spec
+        super().__init__(spec, plans, means)
+        self.bases, self.scales, self.widths = bases, scales, widths
         self._inverses: dict[int, torch.Tensor] = {}
         self._sizes: dict[int, NDArray[np.float32]] = {}
         self._prepared: dict[int, PackedBands] = {}
@@ -286,18 +285,3 @@ class FittedBands:
         basis = self.bases[block].float() * self.scales[block][:, None, None]
         banded = rows.view(len(basis), basis.shape[1], -1)
         return (basis.transpose(1, 2) @ banded).flatten(0, 1) + self.means[block][:, None]
-
-    def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-        """Return each token's squared error ``[T]``."""
-        del block
-        return (found - true).square().sum(0)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all by name."""
-        named = {"mean": self.means, "basis": self.bases}
-        named |= {"scale": self.scales, "widths": self.widths}
-        return {
-            f"{name}.{block}": tensor
-            for name, tensors in named.items()
-            for block, tensor in enumerate(tensors)
-        }

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrag.codec.container import RecordReader
-from kvrag.codec.tables import ESCAPE, ZERO_SYMBOL, Symbols, to_values
+from kvrag.codec.tables import ESCAPE, ZERO_SYMBOL, to_values
 from kvrag.errors import RecordError
 from kvrag.native.entropy import RansModel, decode_rows, encode_rows
 from kvrag.positions.rotary import RotaryTable
@@ -181,7 +181,7 @@ class BlockReader:
         found = int(np.count_nonzero(symbols == ESCAPE))
         if found != num_escaped:
             self.refuse("escaped numbers", str(found), str(num_escaped))
-        return to_values(Symbols(symbols, escaped))
+        return to_values(symbols, escaped)
 
     def end(self) -> None:
         """Raise RecordError if bytes are left after the last field."""

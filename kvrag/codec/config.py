@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 
 from kvrag.arguments import shown
 from kvrag.codec.bands import Bands
-from kvrag.codec.names import parse_codec
+from kvrag.codec.names import CodecName, parse_codec
 from kvrag.codec.pca import PCA
 from kvrag.codec.tables import Exact, PerChannel, Quantiser, Uniform
-from kvrag.codec.transforms import NoTransform, Transform
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ParameterError
 
 # Bit allocation between layers and rows (channels, components): relative quantiser steps.
 
 
 MAX_LEVELS = 16
-
-
-class Allocation(Protocol):
-    """Steps for rows, in one or more levels, ordered from fine to coarse or the reverse."""
-
-    name: ClassVar[str]
-
-    def level_names(self) -> tuple[str, ...]:
-        """Return the levels' names on the command line, in the order of the profile."""
-
-    def target_bits(self, level: int) -> float | None:
-        """Return the bits per element that a level must have; None if its steps are fixed."""
-
-    def relative_steps(self, level: int, layers: torch.Tensor, num_layers: int) -> torch.Tensor:
-        """Return float32 ``[R]``: the factor for each row's unit.
-
-        Parameters
-        ----------
-        layers
-            int64 ``[R]``: the layer of each row, or -1.
-        """
 
 
 @dataclass(frozen=True)
@@ -72,14 +50,20 @@ class LayerGroups:
                 )
 
     def level_names(self) -> tuple[str, ...]:
-        """Return "1", "2", ..."""
+        """Return the levels' names on the command line, in the order of the profile."""
         return tuple(str(number + 1) for number in range(len(self.factors)))
 
     def target_bits(self, level: int) -> None:
-        """Steps are fixed."""
+        """Return the bits per element that a level must have; None: its steps are fixed."""
 
     def relative_steps(self, level: int, layers: torch.Tensor, num_layers: int) -> torch.Tensor:
-        """Return the bin of each row's third, times the level's factor."""
+        """Return float32 ``[R]``: the bin of each row's third, times the level's factor.
+
+        Parameters
+        ----------
+        layers
+            int64 ``[R]``: the layer of each row, or -1.
+        """
         third = (layers.clamp(min=0) * len(self.bins)) // num_layers
         return torch.tensor(self.bins)[third] * self.factors[level]
 
@@ -148,6 +132,7 @@ _STAGES: dict[str, dict[str, type[Any]]] = {
     "coder": {Rans.name: Rans},
 }
 _GONE = ("anchor_delta", "per_token")
+Transform = NoTransform | PCA | Bands
 
 
 @dataclass(frozen=True)
@@ -155,18 +140,14 @@ class PipelineConfig:
     """The stages of a codec and their parameters."""
 
     transform: Transform
-    allocation: Allocation
+    allocation: LayerGroups | RateDistortion
     quantiser: Quantiser
     coder: Rans = Rans()
 
     def to_json(self) -> str:
         """Return the configuration as one line of JSON."""
-        stages = {}
-        for kind in _STAGES:
-            stage = getattr(self, kind)
-            values = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}
-            stages[kind] = {"name": stage.name, **values}
-        return json.dumps(stages)
+        stages = {kind: getattr(self, kind) for kind in _STAGES}
+        return json.dumps({kind: {"name": one.name, **asdict(one)} for kind, one in stages.items()})
 
     @classmethod
     def from_json(cls, text: str) -> PipelineConfig:
@@ -206,33 +187,27 @@ def _make_stage(kind: str, values: Any) -> Any:
         raise ParameterError(
             f"there is no {kind} {shown(name)}; known: {', '.join(sorted(_STAGES[kind]))}"
         )
-    known = {field.name: field for field in dataclasses.fields(stage)}
+    known = {field.name: field.type for field in fields(stage)}
     for parameter, value in parameters.items():
         if parameter not in known:
             raise ParameterError(
                 f"{kind} {shown(name)} has no parameter {shown(parameter)}; it has "
                 f"{sorted(known) or 'none'}"
             )
-        parameters[parameter] = _typed(
-            f"{kind} {shown(name)}: {parameter}", known[parameter], value
-        )
+        where = f"{kind} {shown(name)}: {parameter}"
+        parameters[parameter] = _typed(where, str(known[parameter]), value)
     return stage(**parameters)
 
 
-def _typed(where: str, field: dataclasses.Field[Any], value: Any) -> Any:
-    if field.type == "bool" and isinstance(value, bool):
-        return value
-    if field.type == "int" and type(value) is int:
-        return value
-    if field.type == "float" and type(value) in (int, float):
-        return float(value)
-    if field.type == "tuple[float, ...]" and isinstance(value, list | tuple):
-        return tuple(_typed(where, _FLOAT, item) for item in value)
-    raise ParameterError(f"{where} must be a {field.type}, found {shown(value)}")
+_PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float)}
 
 
-_FLOAT: dataclasses.Field[Any] = dataclasses.field()
-_FLOAT.type = "float"
+def _typed(where: str, kind: str, value: Any) -> Any:
+    if kind == "tuple[float, ...]" and isinstance(value, list | tuple):
+        return tuple(_typed(where, "float", item) for item in value)
+    if type(value) not in _PLAIN.get(kind, ()):
+        raise ParameterError(f"{where} must be a {kind}, found {shown(value)}")
+    return float(value) if kind == "float" else value
 
 
 # The stages were chosen by measuring with `kvrag bench codec`; see docs/results/codec.md.
@@ -248,22 +223,16 @@ _CONFIGS = {
 
 
 @dataclass(frozen=True)
-class CodecChoice:
+class CodecChoice(CodecName):
     """A codec that a user has named.
 
     Attributes
     ----------
-    label
-        ``PRESET``, or ``PRESET:LEVEL`` if the preset has several levels.
     config
         Its stages; None for a codec without a profile, as ``raw``.
-    level
-        Name of the level.
     """
 
-    label: str
     config: PipelineConfig | None
-    level: str
 
 
 def choose_codec(name: str) -> CodecChoice:
@@ -278,9 +247,7 @@ def choose_codec(name: str) -> CodecChoice:
         If the preset or level does not exist; the message lists those that do.
     """
     named = parse_codec(name)
-    if not named.takes_profile:
-        return CodecChoice(named.label, None, "")
-    config = _CONFIGS[named.preset]
-    if named.level not in config.allocation.level_names():
+    config = _CONFIGS.get(named.preset)
+    if config is not None and named.level not in config.allocation.level_names():
         config = replace(config, allocation=RateDistortion((float(named.level),)))
-    return CodecChoice(named.label, config, named.level)
+    return CodecChoice(named.label, named.preset, named.level, config)

@@ -10,7 +10,7 @@ with the size of the record, with a limit, or with what the caller expects, befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -22,9 +22,6 @@ from kvrag.chunk import ChunkKey
 from kvrag.errors import ParameterError, RecordError
 from kvrag.kvcache import KVSpec
 from kvrag.recordformat import BLOCK, CHECKSUM, FIXED, FORMAT_VERSION, MAGIC, MAX_HEADER_BYTES
-from kvrag.recordformat import BLOCK as _BLOCK
-from kvrag.recordformat import CHECKSUM as _CHECKSUM
-from kvrag.recordformat import FIXED as _FIXED
 
 # The contents of a stored record's header, and its size.
 
@@ -174,13 +171,8 @@ def write_record(
             f"a record must have at least one block, and at most {MAX_HEADER_BYTES} header bytes; "
             f"found {len(blocks)} blocks ({header_bytes} bytes)"
         )
-    for what, value, cap in (
-        ("layers", spec.num_layers, MAX_DIMENSION),
-        ("tokens", num_tokens, MAX_TOKENS),
-        ("key/value heads", spec.num_kv_heads, MAX_DIMENSION),
-        ("channels of a head", spec.head_dim, MAX_DIMENSION),
-        ("levels", level + 1, MAX_LEVEL + 1),
-    ):
+    shape = spec.num_layers, spec.num_kv_heads, num_tokens, spec.head_dim
+    for what, value, cap in (*_limited(shape), ("levels", level + 1, MAX_LEVEL + 1)):
         if not 1 <= value <= cap:
             raise ParameterError(f"a record must have 1 to {cap} {what}; found {value}")
 
@@ -199,32 +191,23 @@ def write_record(
         for piece in (*parts, padding):
             checksum.update(piece)
             pieces.append(piece)
-        index += _BLOCK.pack(offset, size_bytes, checksum.intdigest())
+        index += BLOCK.pack(offset, size_bytes, checksum.intdigest())
         offset += padded_size(size_bytes)
 
     header = bytearray(header_bytes)
-    _FIXED.pack_into(
-        header,
-        0,
-        MAGIC,
-        FORMAT_VERSION,
-        header_bytes,
-        offset,
-        bytes.fromhex(key.digest),
-        name,
-        _DTYPE_CODES[spec.dtype],
-        spec.num_layers,
-        spec.num_kv_heads,
-        num_tokens,
-        spec.head_dim,
-        level,
-        len(blocks),
-        0,
-        bytes.fromhex(profile or "00" * 20),
-    )
-    header[_FIXED.size : _FIXED.size + len(index)] = index
+    begin = MAGIC, FORMAT_VERSION, header_bytes, offset, bytes.fromhex(key.digest), name
+    end = level, len(blocks), 0, bytes.fromhex(profile or "00" * 20)
+    FIXED.pack_into(header, 0, *begin, _DTYPE_CODES[spec.dtype], *shape, *end)
+    header[FIXED.size : FIXED.size + len(index)] = index
     seal_header(header)
     return b"".join([header, *pieces])
+
+
+def _limited(shape: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+    """Yield what each number of L, H, T and D counts, the number, and the most that it may be."""
+    names = "layers", "key/value heads", "tokens", "channels of a head"
+    limits = MAX_DIMENSION, MAX_DIMENSION, MAX_TOKENS, MAX_DIMENSION
+    yield from zip(names, shape, limits, strict=True)
 
 
 def key_of(record: bytes | memoryview) -> ChunkKey:
@@ -234,8 +217,8 @@ def key_of(record: bytes | memoryview) -> ChunkKey:
 
 def seal_header(header: bytearray) -> None:
     """Write the header's checksum into its last 8 bytes."""
-    end = len(header) - _CHECKSUM.size
-    _CHECKSUM.pack_into(header, end, xxhash.xxh3_64_intdigest(memoryview(header)[:end]))
+    end = len(header) - CHECKSUM.size
+    CHECKSUM.pack_into(header, end, xxhash.xxh3_64_intdigest(memoryview(header)[:end]))
 
 
 class RecordReader:
@@ -435,23 +418,9 @@ class RecordReader:
             self.refuse("length", f"at least {header_size(1)} bytes", f"{size} bytes")
         first = bytearray(min(size, _FIRST_READ_BYTES))
         self._source.read_into(0, memoryview(first))
-        (
-            magic,
-            version,
-            header_bytes,
-            record_bytes,
-            digest,
-            codec,
-            dtype_code,
-            num_layers,
-            num_kv_heads,
-            num_tokens,
-            head_dim,
-            level,
-            num_blocks,
-            zero,
-            profile,
-        ) = _FIXED.unpack_from(first)
+        magic, version, header_bytes, record_bytes, *rest = FIXED.unpack_from(first)
+        digest, codec, dtype_code, *shape = rest[:7]
+        level, num_blocks, zero, profile = rest[7:]
         if magic != MAGIC:
             self.refuse("magic number", repr(MAGIC), repr(magic), "this is not a kvrag record")
         if version != FORMAT_VERSION:
@@ -472,8 +441,8 @@ class RecordReader:
             header += bytes(header_bytes - len(first))
             self._source.read_into(len(first), memoryview(header)[len(first) :])
         self.bytes_read = header_bytes
-        end = header_bytes - _CHECKSUM.size
-        (expected,) = _CHECKSUM.unpack_from(header, end)
+        end = header_bytes - CHECKSUM.size
+        (expected,) = CHECKSUM.unpack_from(header, end)
         found = xxhash.xxh3_64_intdigest(memoryview(header)[:end])
         if found != expected:
             self.refuse("checksum of the header", f"{expected:016x}", f"{found:016x}")
@@ -490,14 +459,10 @@ class RecordReader:
             self.refuse("reserved field", "0", str(zero))
         if level > MAX_LEVEL:
             self.refuse("level", f"0 to {MAX_LEVEL}", str(level))
-        for what, value, cap in (
-            ("number of layers", num_layers, MAX_DIMENSION),
-            ("number of key/value heads", num_kv_heads, MAX_DIMENSION),
-            ("number of tokens", num_tokens, MAX_TOKENS),
-            ("channels of a head", head_dim, MAX_DIMENSION),
-        ):
+        for what, value, cap in _limited(shape):
             if not 1 <= value <= cap:
-                self.refuse(what, f"1 to {cap}", str(value))
+                self.refuse(f"number of {what}", f"1 to {cap}", str(value))
+        num_layers, num_kv_heads, num_tokens, head_dim = shape
         spec = KVSpec(num_layers, num_kv_heads, head_dim, _DTYPES[dtype_code])
         # Callers compare shape and tokens with what they expect. This bound on the record's size
         # keeps them from allocating more than these can need.
@@ -517,9 +482,9 @@ class RecordReader:
 
     def _check_blocks(self, header: bytearray, num_blocks: int, size: int) -> tuple[Block, ...]:
         # Blocks follow each other without gaps: no two overlap and no byte is left unread.
-        end_of_index = _FIXED.size + num_blocks * _BLOCK.size
-        index = memoryview(header)[_FIXED.size : end_of_index]
-        blocks = tuple(Block(*fields) for fields in _BLOCK.iter_unpack(index))
+        end_of_index = FIXED.size + num_blocks * BLOCK.size
+        index = memoryview(header)[FIXED.size : end_of_index]
+        blocks = tuple(Block(*fields) for fields in BLOCK.iter_unpack(index))
         end = len(header)
         for block_index, block in enumerate(blocks):
             if block.offset != end:

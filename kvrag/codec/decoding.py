@@ -56,29 +56,26 @@ class PipelineChunk(StoredForCards):
 
     A block's numbers are decoded when the first of its layers is requested, and kept until its last
     layer is placed.
+
+    Attributes
+    ----------
+    coder
+        The record's level.
+    num_planes
+        How many planes are decoded.
     """
 
     def __init__(self, reader: RecordReader, coder: LevelCoder, num_planes: int) -> None:
         super().__init__(reader)
-        self._coder = coder
-        self._num_planes = num_planes
+        self.coder = coder
+        self.num_planes = num_planes
         self._blocks: dict[int, CodedBlock] = {}
         self._lock = threading.Lock()
 
-    @property
-    def coder(self) -> LevelCoder:
-        """The record's level."""
-        return self._coder
-
-    @property
-    def num_planes(self) -> int:
-        """How many planes are decoded."""
-        return self._num_planes
-
     def coded_blocks(self, layers: range) -> list[range]:
-        blocks = self._coder.blocks_of(layers)
-        size = len(self._coder.profile.transform.plans)
-        firsts = range(0, self._num_planes * size, size)
+        blocks = self.coder.blocks_of(layers)
+        size = len(self.coder.profile.transform.plans)
+        firsts = range(0, self.num_planes * size, size)
         return [range(one + blocks.start, one + blocks.stop) for one in firsts]
 
     def coded_parts(self, layers: range, pieces: Sequence[memoryview]) -> list[CodedPart]:
@@ -94,7 +91,7 @@ class PipelineChunk(StoredForCards):
         return parts
 
     def _part(self, plane: int, fields: BlockReader, number: int, begin: int) -> CodedPart:
-        coder = self._coder
+        coder = self.coder
         block = number - plane * len(coder.profile.transform.plans)
         num_escaped, raw, raw_tokens = 0, 0, np.zeros(0, np.int64)
         if plane:
@@ -125,7 +122,7 @@ class PipelineChunk(StoredForCards):
     @property
     def plane_bytes(self) -> tuple[int, ...]:
         blocks = self._reader.header.blocks
-        size = len(self._coder.profile.transform.plans)
+        size = len(self.coder.profile.transform.plans)
         return tuple(
             sum(block.padded_bytes for block in blocks[begin : begin + size])
             for begin in range(0, len(blocks), size)
@@ -133,7 +130,7 @@ class PipelineChunk(StoredForCards):
 
     def use(self, num_planes: int) -> None:
         with self._lock:
-            self._num_planes = num_planes
+            self.num_planes = num_planes
             self._blocks.clear()
 
     def read_layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +161,7 @@ class PipelineChunk(StoredForCards):
         positions: RotaryTable | None,
     ) -> None:
         """Write one kind of one layer to `out` ``[H, n, D]``, rotated if there are `positions`."""
-        coder, plane = self._coder, self._num_planes - 1
+        coder, plane = self.coder, self.num_planes - 1
         transform = coder.profile.transform
         block = coder.block_of(layer_index, kind)
         coded = self.block(block)
@@ -204,7 +201,7 @@ class PipelineChunk(StoredForCards):
     def _forget(self, layer_index: int) -> None:
         """Drop blocks whose last layer this was: prompts are filled layer by layer."""
         with self._lock:
-            for number, plan in enumerate(self._coder.profile.transform.plans):
+            for number, plan in enumerate(self.coder.profile.transform.plans):
                 if plan.layers[-1] == layer_index:
                     self._blocks.pop(number, None)
 
@@ -218,7 +215,7 @@ class PipelineChunk(StoredForCards):
 
     def _read_block(self, block: int) -> CodedBlock:
         # Each length below is checked against the rest of the block before it is used.
-        coder = self._coder
+        coder = self.coder
         fields = BlockReader(self._reader, block)
         (num_raw,) = fields.unpack(COUNT)
         sizes = fields.unpack(MATRIX)
@@ -226,7 +223,7 @@ class PipelineChunk(StoredForCards):
         classes = coder.classes(block)[: coder.level.planes[0].num_rows[block]]
         values = fields.values(coder.models[0], classes, self.num_tokens, *sizes)
         fields.end()
-        for number in range(1, self._num_planes):
+        for number in range(1, self.num_planes):
             values = self._refine(number, block, values)
         return CodedBlock(values, torch.from_numpy(raw_tokens), raw)
 
@@ -234,13 +231,13 @@ class PipelineChunk(StoredForCards):
         self, fields: BlockReader, block: int, num_raw: int
     ) -> tuple[NDArray[np.int64], torch.Tensor]:
         """Return the tokens that are kept raw, and their channels."""
-        plan, spec = self._coder.profile.transform.plans[block], self._coder.profile.spec
+        plan, spec = self.coder.profile.transform.plans[block], self.coder.profile.spec
         shape = (plan.num_channels(spec),)
         return fields.raw_tokens(num_raw, self.num_tokens, shape, spec.dtype)
 
     def _refine(self, number: int, block: int, known: NDArray[np.int16]) -> NDArray[np.int16]:
         """Return the numbers of a plane, given those of the plane before it."""
-        coder = self._coder
+        coder = self.coder
         fields = BlockReader(self._reader, number * len(coder.profile.transform.plans) + block)
         num_rows = coder.level.planes[number].num_rows[block]
         (num_bytes,) = fields.unpack(COUNT)

@@ -50,12 +50,12 @@ class LosslessCodec(ProfiledCodec):
             exponents, rest = split(plan.stack(kv.keys, kv.values))
             values = exponents - _centres(self._coder, block)[:, None]
             classes = self._coder.classes(block)
-            symbols = to_symbols(values, self._coder.level.planes[0].frequencies, classes)
-            streams = pack_streams(self._coder.models[0], symbols.symbols, classes)
-            head = MATRIX.pack(len(symbols.escaped), len(streams))
-            blocks.append(
-                [head, symbols.escaped.tobytes(), streams, _pack_rest(rest, rest_bits(spec.dtype))]
-            )
+            frequencies = self._coder.level.planes[0].frequencies
+            symbols, escaped = to_symbols(values, frequencies, classes)
+            streams = pack_streams(self._coder.models[0], symbols, classes)
+            head = MATRIX.pack(len(escaped), len(streams))
+            packed = _pack_rest(rest, rest_bits(spec.dtype))
+            blocks.append([head, escaped.tobytes(), streams, packed])
         return write_record(
             key,
             codec=NAME,

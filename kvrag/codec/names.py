@@ -43,7 +43,6 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "stream": ("4", "2", "1", "0.5"),
 }
 """The predefined levels of each codec that has a profile."""
-_DEFAULT_LEVELS = {"lossless": "1", PACKED: "1", "cachegen": "2", "transform": "2", "stream": "2"}
 _TAKES_BITS = ("transform", "stream")
 
 
@@ -99,7 +98,7 @@ def parse_codec(name: str) -> CodecName:
             return CodecName(preset, preset, "")
         raise ParameterError(f"there is no codec {shown(name)}; known codecs: {known_codecs()}")
     levels = LEVELS[preset]
-    level = level if colon else _DEFAULT_LEVELS[preset]
+    level = level if colon else levels[0] if len(levels) == 1 else "2"
     if level not in levels:
         if preset not in _TAKES_BITS:
             raise ParameterError(

@@ -134,6 +134,8 @@ class PackedChunk(StoredForCards):
 
     Attributes
     ----------
+    coder
+        The record's codec.
     num_planes
         Of streams, which cards decode.
     """
@@ -142,12 +144,7 @@ class PackedChunk(StoredForCards):
 
     def __init__(self, reader: RecordReader, codec: PackedCodec) -> None:
         super().__init__(reader)
-        self._codec = codec
-
-    @property
-    def coder(self) -> PackedCodec:
-        """The record's codec."""
-        return self._codec
+        self.coder = codec
 
     def coded_blocks(self, layers: range) -> list[range]:
         return [layers]
@@ -157,7 +154,7 @@ class PackedChunk(StoredForCards):
         for layer_index in layers:
             size = self._reader.header.blocks[layer_index].padded_bytes
             content = pieces[0][begin : begin + size]
-            parts.append(_part(self._reader, self._codec, layer_index, content, begin))
+            parts.append(_part(self._reader, self.coder, layer_index, content, begin))
             begin += size
         return parts
 
@@ -167,13 +164,13 @@ class PackedChunk(StoredForCards):
         shape = (2, spec.num_kv_heads, self.num_tokens, spec.head_dim)
         with torch.inference_mode(False), torch.no_grad():
             both = torch.empty(shape, dtype=spec.dtype)
-            layer = _Layer(self._reader, self._codec, layer_index)
+            layer = _Layer(self._reader, self.coder, layer_index)
             layer.write(both[0], both[1], slice(0, self.num_tokens))
         return both[0], both[1]
 
     def place_layer(self, layer_index: int, *into: Destination) -> None:
         check_layer_index(layer_index, self._reader.header.spec.num_layers)
-        layer = _Layer(self._reader, self._codec, layer_index)
+        layer = _Layer(self._reader, self.coder, layer_index)
         for one in into:
             table = one.table
             if one.keys.device.type == "cpu" and not table.in_pairs:

@@ -170,16 +170,18 @@ class PCAFitter:
         return weight
 
 
-class Components:
-    """Rows are components (a `FittedTransform`).
+class Components(t.FittedTransform):
+    """Rows are components.
 
     Attributes
     ----------
-    means, weights
+    weights
         float32 ``[N]`` for each block.
     bases
         float16 ``[R, N]`` for each block: rows orthonormal in the weighted channels.
     """
+
+    stored: ClassVar[Mapping[str, str]] = {"mean": "means", "weight": "weights", "basis": "bases"}
 
     def __init__(
         self,
@@ -189,11 +191,8 @@ class Components:
         weights: list[torch.Tensor],
         bases: list[torch.Tensor],
     ) -> None:
-        self.plans = plans
-        self.means = means
-        self.weights = weights
-        self.bases = bases
-        self._spec = spec
+        super().__init__(spec, plans, means)
+        self.weights, self.bases = weights, bases
         self._wide: dict[int, torch.Tensor] = {}
         self._on_device: dict[torch.device, list[torch.Tensor]] = {}
 
@@ -251,12 +250,6 @@ class Components:
         """Return a copy with at most `num_rows` components for each block."""
         bases = [basis[:n].clone() for basis, n in zip(self.bases, num_rows, strict=True)]
         return Components(self._spec, self.plans, self.means, self.weights, bases)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return means, weights and bases by name."""
-        kept = {f"mean.{block}": mean for block, mean in enumerate(self.means)}
-        kept |= {f"weight.{block}": weight for block, weight in enumerate(self.weights)}
-        return kept | {f"basis.{block}": basis for block, basis in enumerate(self.bases)}
 
     def _basis(self, block: int) -> torch.Tensor:
         """Return a basis in float32, converted on first use."""

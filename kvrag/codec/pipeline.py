@@ -126,15 +126,16 @@ class PipelineCodec(ProfiledCodec):
             known.insert(0, t.coarser(known[0]))
         classes = coder.classes(block)
         n = coder.level.planes[0].num_rows[block]
-        symbols = t.to_symbols(known[0][:n], coder.level.planes[0].frequencies, classes[:n])
-        streams = pack_streams(coder.models[0], symbols.symbols, classes[:n])
+        frequencies = coder.level.planes[0].frequencies
+        symbols, escaped = t.to_symbols(known[0][:n], frequencies, classes[:n])
+        streams = pack_streams(coder.models[0], symbols, classes[:n])
         planes: list[list[bytes | memoryview]] = [
             [
                 COUNT.pack(len(coded.raw_tokens)),
-                MATRIX.pack(len(symbols.escaped), len(streams)),
+                MATRIX.pack(len(escaped), len(streams)),
                 coded.raw_tokens.numpy().astype("<u4").tobytes(),
                 coded.raw.flatten().view(torch.uint8).numpy().data,
-                symbols.escaped.tobytes(),
+                escaped.tobytes(),
                 streams,
             ]
         ]

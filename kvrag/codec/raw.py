@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import ClassVar
 
 import torch
 
@@ -103,35 +104,43 @@ class RawCodec(Codec):
     name = label = "raw"
 
     def __init__(self) -> None:
-        require_little_endian(self.name)
+        if sys.byteorder != "little":
+            raise ParameterError(
+                f"codec {self.name!r} needs a little-endian machine; this one is not"
+            )
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
         spec = check_kv(kv)
+        num_groups = self.num_groups(spec)
         blocks = [
-            (bytes_of(kv.keys[layer_index]), bytes_of(kv.values[layer_index]))
-            for layer_index in range(spec.num_layers)
+            [_bytes_of(one[layer].chunk(num_groups)[number]) for one in (kv.keys, kv.values)]
+            for layer in range(spec.num_layers)
+            for number in range(num_groups)
         ]
         return write_record(
             key, codec=self.name, spec=spec, num_tokens=kv.num_tokens, blocks=blocks
         )
 
-    def open_record(self, reader: RecordReader, spec: KVSpec) -> RawChunk:
+    def open_record(self, reader: RecordReader, spec: KVSpec) -> OpenedRecord:
         reader.require(self.name, spec)
-        reader.require_blocks(spec.num_layers)
-        reader.require_block_size(spec.layer_bytes_per_token * reader.header.num_tokens)
-        return RawChunk(reader)
+        num_groups = self.num_groups(spec)
+        reader.require_blocks(spec.num_layers * num_groups)
+        layer_bytes = spec.layer_bytes_per_token * reader.header.num_tokens
+        reader.require_block_size(layer_bytes // num_groups)
+        return self.opened(reader)
+
+    def num_groups(self, spec: KVSpec) -> int:  # noqa: ARG002
+        """Return into how many blocks of equally many heads a layer is split."""
+        return 1
+
+    opened: ClassVar[Callable[[RecordReader], OpenedRecord]] = RawChunk
+    """Makes an opened record."""
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's numbers as bytes, row-major."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     return flat.numpy().data
-
-
-def require_little_endian(name: str) -> None:
-    """Raise ParameterError for a codec that stores numbers as they are in memory."""
-    if sys.byteorder != "little":
-        raise ParameterError(f"codec {name!r} needs a little-endian machine; this one is not")
 
 
 # Some key heads of an opened record, for a process that has only those of the model.
@@ -231,41 +240,12 @@ class RawHeadsChunk(OpenedRecord):
         return keys[wanted], values[wanted]
 
 
-class RawHeadsCodec(Codec):
+class RawHeadsCodec(RawCodec):
     """Stores KV uncompressed, head by head: what is read equals the model's output."""
 
     name = label = RAW_HEADS
+    opened = RawHeadsChunk
 
-    def __init__(self) -> None:
-        require_little_endian(self.name)
-
-    def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
-        spec = check_kv(kv)
-        num_groups = _num_groups(spec)
-        blocks = [
-            tuple(
-                bytes_of(group)
-                for layer in (kv.keys[layer_index], kv.values[layer_index])
-                for group in [layer.chunk(num_groups)[number]]
-            )
-            for layer_index in range(spec.num_layers)
-            for number in range(num_groups)
-        ]
-        return write_record(
-            key, codec=self.name, spec=spec, num_tokens=kv.num_tokens, blocks=blocks
-        )
-
-    def open_record(self, reader: RecordReader, spec: KVSpec) -> RawHeadsChunk:
-        reader.require(self.name, spec)
-        num_groups = _num_groups(spec)
-        reader.require_blocks(spec.num_layers * num_groups)
-        layer_bytes = spec.layer_bytes_per_token * reader.header.num_tokens
-        reader.require_block_size(layer_bytes // num_groups)
-        return RawHeadsChunk(reader)
-
-
-def _num_groups(spec: KVSpec) -> int:
-    """Return into how many blocks of equally many heads a layer is split."""
-    most = max(1, _MAX_BLOCKS // spec.num_layers)
-    heads = spec.num_kv_heads
-    return max(one for one in range(1, min(heads, most) + 1) if heads % one == 0)
+    def num_groups(self, spec: KVSpec) -> int:
+        most, heads = max(1, _MAX_BLOCKS // spec.num_layers), spec.num_kv_heads
+        return max(one for one in range(1, min(heads, most) + 1) if heads % one == 0)

@@ -49,11 +49,7 @@ def get_codec(name: str, profile: Profile | None = None) -> Codec:
             f"codec {shown(name)} has {choice.config.transform.name!r} and "
             f"{choice.config.quantiser.name!r}: fit one with 'kvrag profile --codec {name}'"
         )
-    if isinstance(profile.transform, FittedBands):
-        return PackedCodec(profile)
-    if isinstance(profile.config.quantiser, Exact):
-        return LosslessCodec(profile)
-    return PipelineCodec(profile, choice.label, choice.level)
+    return codec_of(profile, choice.label, choice.level)
 
 
 class RecordOpener:
@@ -135,10 +131,10 @@ def is_profile_of(profile: Profile, choice: CodecChoice) -> bool:
     )
 
 
-def codec_of(profile: Profile) -> Codec:
-    """Return a codec that reads every level of a profile, and writes the first."""
+def codec_of(profile: Profile, label: str = "", level: str | None = None) -> Codec:
+    """Return a codec that reads every level of a profile, and writes one, by default the first."""
     if isinstance(profile.transform, FittedBands):
         return PackedCodec(profile)
     if isinstance(profile.config.quantiser, Exact):
         return LosslessCodec(profile)
-    return PipelineCodec(profile, "", profile.levels[0].name)
+    return PipelineCodec(profile, label, profile.levels[0].name if level is None else level)

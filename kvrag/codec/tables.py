@@ -282,26 +282,6 @@ class Exact(Quantiser):
     name: ClassVar[str] = "exact"
     rate_weight: float = 0.0
 
-    def units(self, spread: torch.Tensor) -> torch.Tensor:
-        """Return the power of two below each row's spread."""
-        return torch.exp2(spread.clamp(min=2.0**-100).log2().floor())
-
-
-@dataclass(frozen=True)
-class Symbols:
-    """A quantised matrix in the form that tables can code.
-
-    Attributes
-    ----------
-    symbols
-        uint8 ``[R, T]``.
-    escaped
-        int16: the numbers that have the escape as their symbol, row by row.
-    """
-
-    symbols: NDArray[np.uint8]
-    escaped: NDArray[np.int16]
-
 
 def quantise(
     rows: torch.Tensor,
@@ -337,23 +317,28 @@ def quantise(
 
 def to_symbols(
     values: torch.Tensor, frequencies: NDArray[np.uint16], classes: NDArray[np.uint16]
-) -> Symbols:
+) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:
     """Return the symbols of whole numbers, with escapes for those that the tables cannot code.
 
     Parameters
     ----------
     values
         int32 ``[R, T]``.
+
+    Returns
+    -------
+    (symbols, escaped)
+        uint8 ``[R, T]``, and int16: the numbers that have the escape as their symbol, row by row.
     """
     symbols = symbols_of(values).to(torch.uint8).numpy()
     symbols[frequencies[classes[:, None], symbols] == 0] = ESCAPE
-    return Symbols(symbols, values.numpy()[symbols == ESCAPE].astype(np.int16))
+    return symbols, values.numpy()[symbols == ESCAPE].astype(np.int16)
 
 
-def to_values(symbols: Symbols) -> NDArray[np.int16]:
-    """Return the whole numbers int16 ``[R, T]`` that `symbols` represent."""
-    values = symbols.symbols.astype(np.int16)
+def to_values(symbols: NDArray[np.uint8], escaped: NDArray[np.int16]) -> NDArray[np.int16]:
+    """Return the whole numbers int16 ``[R, T]`` that `to_symbols` was given."""
+    values = symbols.astype(np.int16)
     values -= ZERO_SYMBOL
-    if len(symbols.escaped):
-        values[symbols.symbols == ESCAPE] = symbols.escaped
+    if len(escaped):
+        values[symbols == ESCAPE] = escaped
     return values

@@ -8,9 +8,10 @@ transform to principal components.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -72,68 +73,49 @@ class BlockPlan:
         return self.stack(kv.keys, kv.values).float()
 
 
-class FittedTransform(Protocol):
-    """A transform that has been fitted to a model."""
+class FittedTransform:
+    """A transform that has been fitted to a model.
 
-    @property
-    def plans(self) -> tuple[BlockPlan, ...]:
-        """The blocks, in the order in which they are stored."""
+    Attributes
+    ----------
+    plans
+        The blocks, in the order in which they are stored.
+    means
+        float32 ``[N]`` for each block.
+    """
 
+    stored: ClassVar[Mapping[str, str]] = {"mean": "means"}
+    """What a profile stores of each block, and the attribute that has it."""
+
+    def __init__(
+        self, spec: KVSpec, plans: tuple[BlockPlan, ...], means: list[torch.Tensor]
+    ) -> None:
+        self._spec, self.plans, self.means = spec, plans, means
+
+    @abstractmethod
     def row_layers(self, block: int) -> torch.Tensor:
         """Return int64 ``[R]``: the layer of each of a block's rows, or -1 if it mixes several."""
 
+    @abstractmethod
     def analyse(self, block: int, channels: torch.Tensor) -> torch.Tensor:
         """Return the rows float32 ``[R, T]`` of a block's channels ``[N, T]``."""
 
+    @abstractmethod
     def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the channels float32 ``[N, T]`` of decoded rows."""
 
     def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
         """Return each token's squared error ``[T]`` in the metric that the transform optimises."""
+        del block
+        return (found - true).square().sum(0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a profile stores, by name."""
-
-
-class TransformFitter(Protocol):
-    """Fits a transform to chunks, in memory that does not grow with their number."""
-
-    def update(self, kv: ChunkKV) -> None:
-        """Add one chunk."""
-
-    def finish(self) -> FittedTransform:
-        """Return the fitted transform."""
-
-
-class Transform(Protocol):
-    """The hyperparameters of a transform, as in a configuration.
-
-    Attributes
-    ----------
-    sample_tokens
-        How many tokens a good sample has.
-    is_fitted_late
-        Whether it is fitted to records where that can wait, which costs no prefill.
-    """
-
-    name: ClassVar[str]
-    sample_tokens: ClassVar[int]
-    is_fitted_late: ClassVar[bool]
-
-    def tokens_to_fit(self, spec: KVSpec) -> int:
-        """Return how many tokens an index must hold before it is fitted to them."""
-
-    def plans(self, spec: KVSpec) -> tuple[BlockPlan, ...]:
-        """Return the blocks that it divides a model's KV into."""
-
-    def fitter(self, spec: KVSpec) -> TransformFitter:
-        """Return an empty fitter."""
-
-    def load(self, spec: KVSpec, tensors: Mapping[str, torch.Tensor]) -> FittedTransform:
-        """Return the fitted transform that a profile stores.
-
-        Raises ProfileError if tensors are missing or have the wrong shape.
-        """
+        return {
+            f"{name}.{block}": tensor
+            for name, attribute in self.stored.items()
+            for block, tensor in enumerate(getattr(self, attribute))
+        }
 
 
 def take_tensor(
@@ -174,6 +156,13 @@ class NoTransform:
     """No transform: one block for each layer, one row for each channel minus its mean.
 
     Means are subtracted: those of key channels are large and would cost bits in every token.
+
+    Attributes
+    ----------
+    sample_tokens
+        How many tokens a good sample has.
+    is_fitted_late
+        Whether it is fitted to records where that can wait, which costs no prefill.
     """
 
     name: ClassVar[str] = "none"
@@ -213,13 +202,10 @@ class MeanFitter:
             total += plan.gather(kv).double().sum(1)
         self._count += kv.num_tokens
 
-    def means(self) -> list[torch.Tensor]:
-        """Return the means, float32 ``[N]`` for each block."""
-        return [(total / max(1, self._count)).float() for total in self._sums]
-
     def finish(self) -> ChannelRows:
         """Return the fitted transform."""
-        return ChannelRows(self._spec, self._plans, self.means())
+        means = [(total / max(1, self._count)).float() for total in self._sums]
+        return ChannelRows(self._spec, self._plans, means)
 
 
 def load_means(
@@ -232,21 +218,8 @@ def load_means(
     ]
 
 
-class ChannelRows:
-    """Rows are channels minus their means (a `FittedTransform`).
-
-    Attributes
-    ----------
-    means
-        float32 ``[N]`` for each block.
-    """
-
-    def __init__(
-        self, spec: KVSpec, plans: tuple[BlockPlan, ...], means: list[torch.Tensor]
-    ) -> None:
-        self.plans = plans
-        self.means = means
-        self._spec = spec
+class ChannelRows(FittedTransform):
+    """Rows are channels minus their means."""
 
     def row_layers(self, block: int) -> torch.Tensor:
         """Return the layer of each channel."""
@@ -261,11 +234,3 @@ class ChannelRows:
     def synthesise(self, block: int, rows: torch.Tensor) -> torch.Tensor:
         """Add the means."""
         return rows + self.means[block][:, None]
-
-    def errors(self, block: int, found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-        """Return each token's squared error ``[T]``."""
-        return (found - true).square().sum(0)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the means by name."""
-        return {f"mean.{block}": mean for block, mean in enumerate(self.means)}

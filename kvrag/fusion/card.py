@@ -91,7 +91,7 @@ class Placement:
     num_rotated
         The widths of the tables that `place` will get.
     upload
-        Called once.
+        Called once, if at all.
     in_kernel
         Whether the kernel places; None: where it can, and is right.
 
@@ -120,18 +120,9 @@ class Placement:
                 and is_right(keys.dtype, keys.device, head_dim, frozenset(num_rotated))
             )
         self._in_kernel = in_kernel
-        if self._in_kernel:
+        if in_kernel:
             numbers = np.array([one.numbers for parts in groups for one in parts], np.int64)
             self._numbers = upload(torch.from_numpy(numbers))
-            return
-        # PyTorch looks one memory up after the other.
-        self._sources = [
-            (number, parts[0], [_rows_of(part, head_dim) for part in parts])
-            for number, group in enumerate(groups)
-            for parts in _by_memory(group)
-        ]
-        rows = [one for _, _, some in self._sources for one in some]
-        self._numbers = upload(torch.from_numpy(np.concatenate(rows, axis=1)))
 
     def place(self, number: int, layers: range, table: RotaryTable) -> None:
         """Place some layers of a group, which have one table.
@@ -172,45 +163,19 @@ class Placement:
         )
 
     def _compute(self, number: int, layers: range, table: RotaryTable) -> None:
-        end = 0
-        for group, first, rows in self._sources:
-            begin, end = end, end + sum(one.shape[1] for one in rows)
-            if group == number:
-                local = range(layers.start - first.first_layer, layers.stop - first.first_layer)
-                self._compute_from(first.memory, self._numbers[:, begin:end], local, layers, table)
-
-    def _compute_from(
-        self,
-        memory: torch.Tensor,
-        numbers: torch.Tensor,
-        local: range,
-        layers: range,
-        table: RotaryTable,
-    ) -> None:
+        """Place rows with PyTorch, one part after the other."""
         _, num_heads, _, head_dim = self.keys.shape
-        device = self.keys.device
-        first, stride, num_tokens, rows = numbers
-        there = torch.arange(local.start, local.stop, device=device)
-        # Keys of all heads, then values of all heads.
-        heads = torch.arange(2 * num_heads, device=device)
-        at = first + there[:, None, None] * stride + heads[:, None] * num_tokens
-        shape = (len(layers), 2, num_heads, len(rows), head_dim)
-        # The last vector may end before the memory does.
-        whole = memory[: len(memory) // head_dim * head_dim].view(-1, head_dim)
-        taken = whole.index_select(0, at.flatten()).view(shape)
         into = slice(layers.start, layers.stop)
-        placed = torch.empty_like(taken[:, 0])
-        table.place(taken[:, 0], rows, placed)
-        self.keys[into].index_copy_(2, rows, placed)
-        self.values[into].index_copy_(2, rows, taken[:, 1])
-
-
-def _by_memory(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield parts together that have their layers in the same memory."""
-    by_memory: dict[tuple[int, int], list[Part]] = {}
-    for part in parts:
-        by_memory.setdefault((id(part.memory), part.first_layer), []).append(part)
-    yield from by_memory.values()
+        for part in self.groups[number]:
+            of_kind = num_heads * part.num_tokens * head_dim
+            first = part.offset + (layers.start - part.first_layer) * part.stride
+            first += part.first_token * head_dim + part.memory.storage_offset()
+            shape = (len(layers), 2, num_heads, part.num_rows, head_dim)
+            strides = (part.stride, of_kind, part.num_tokens * head_dim, head_dim, 1)
+            stored = part.memory.as_strided(shape, strides, first)
+            rows = slice(part.first_row, part.first_row + part.num_rows)
+            table.place(stored[:, 0], rows, self.keys[into, :, rows])
+            self.values[into, :, rows] = stored[:, 1]
 
 
 def is_right(
@@ -251,21 +216,6 @@ def _difference(dtype: torch.dtype, device: torch.device, head_dim: int, num_rot
     return max(tiled.distance(*pair) for pair in zip(*results, strict=True))
 
 
-def _rows_of(part: Part, head_dim: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return ``[4, n]``: for each row its first vector in staged memory, strides of layers and
-    heads in vectors, and its row in the prompt.
-    """
-    at = np.arange(part.num_rows)
-    return np.stack(
-        [
-            part.offset // head_dim + part.first_token + at,
-            np.full_like(at, part.stride // head_dim),
-            np.full_like(at, part.num_tokens),
-            part.first_row + at,
-        ]
-    )
-
-
 # -- loading to a card ---------------------------------------------------------------------------
 
 AHEAD = 2
@@ -292,8 +242,8 @@ class _Lane:
         return self.hot is not None or self.first_layer < group.stop
 
 
-class CardReading:
-    """Brings the layers of a prompt's records to a card (a `kvrag.fusion.loader.Reading`).
+class CardReading(LayerPrefetch):
+    """Brings the layers of a prompt's records to a card, whole groups of them ahead of the prompt.
 
     Parameters
     ----------
@@ -339,7 +289,7 @@ class CardReading:
         self._device = fused.storage.device
         self._lanes, size = self._lanes_of(records, hot)
         self.num_decoded_by_host = sum(
-            lane.source.is_decoded_by_host and not (lane.hot is not None and lane.hot.was_found)
+            lane.source.is_decoded_by_host and not (lane.hot is not None and lane.hot.after is None)
             for lane in self._lanes
         )
         coded = [one.source for one in self._lanes if one.coded is not None]
@@ -376,68 +326,60 @@ class CardReading:
         # Kernels that were started before may still use the memory of slots and buffer.
         self._may_write = [self._computing.record_event()] * num_slots
         self._read_coded: list[list[Coded]] = [[] for _ in self._groups]
-        self._num_left = [len(coded)] * len(self._groups)
+        self._num_unread = [len(coded)] * len(self._groups)
         self._told: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._lock = threading.Lock()
         self._copied: list[list[torch.cuda.Event]] = [[] for _ in self._groups]
         self._placement: Placement | None = None
         self._is_lost = False
-        self._waited_seconds = 0.0
-        self.hidden_seconds = 0.0
         self.num_placed = 0
-        self._prefetch = LayerPrefetch(
-            len(self._lanes),
-            len(self._groups),
-            self._read,
+        super().__init__(
+            *(len(self._lanes), len(self._groups), self._read),
             num_threads=num_threads,
             num_ahead=AHEAD,
         )
 
-    def has_layer(self, layer_index: int) -> bool:
-        return self._prefetch.is_loaded(self._group_of(layer_index))
+    def is_loaded(self, layer_index: int) -> bool:
+        return super().is_loaded(self._group_of(layer_index))
 
-    def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
+    def wait(self, layer_index: int) -> Mapping[int, Exception]:
         number = self._group_of(layer_index)
-        if layer_index == self._groups[number].start:
-            busy_before = self._prefetch.busy_seconds
-            failures = self._prefetch.wait(number)
-            self._waited_seconds += self._prefetch.busy_seconds - busy_before
-            if failures:
-                # Find the damage of all other records as well, so that one restart is enough.
-                self._is_lost = True
-                failures = self._prefetch.drain()
-                return {self._lanes[lane].record_id: error for lane, error in failures.items()}
+        if layer_index == self._groups[number].start and (failures := super().wait(number)):
+            return failures
         for step, layers in enumerate(self._steps):
             if layers.start == layer_index:
                 self._place(step, number)
                 self.num_placed = layers.stop
         return {}
 
+    def drain(self) -> Mapping[int, Exception]:
+        self._is_lost = True
+        return super().drain()
+
     def is_sound(self) -> bool:
         """Return whether the card has told if the streams of compressed records are damaged."""
         return self._told is None or is_over(self._told[1])
 
-    def damage(self) -> Mapping[RecordId, Exception]:
+    def damage(self) -> Mapping[int, Exception]:
         """Return what the card has found, after it has decoded everything."""
         if self._told is None:
             return {}
         flags, event = self._told
         if not self.is_sound():
             event.synchronize()
-        failures: dict[RecordId, Exception] = {}
-        for lane in self._lanes:
+        failures: dict[int, Exception] = {}
+        for number, lane in enumerate(self._lanes):
             if lane.coded is None:
                 continue
             if flags[lane.coded]:
-                failures[lane.record_id] = lane.source.refuse_streams()
+                failures[number] = lane.source.refuse_streams()
             elif lane.hot is not None:
                 lane.hot.keep()
         return failures
 
     def close(self) -> None:
         self._is_lost = True
-        self._prefetch.close()
-        self.hidden_seconds = max(0.0, self._prefetch.busy_seconds - self._waited_seconds)
+        super().close()
         # The next thread that gets the slots' memory on this stream writes after the last copy.
         for event in chain.from_iterable(self._copied):
             self._computing.wait_event(event)
@@ -519,8 +461,8 @@ class CardReading:
             target = where[first : first + stride * len(group)]
             self._read_coded[group_number].append(Coded(coded, begin, parts, target, stride))
         with self._lock:
-            self._num_left[group_number] -= 1
-            is_last = not self._num_left[group_number]
+            self._num_unread[group_number] -= 1
+            is_last = not self._num_unread[group_number]
         if is_last and self._is_wanted():
             self._decode(group_number)
 

@@ -96,11 +96,8 @@ class Cost:
 
     def of(self, num_rows: int, num_cached: int) -> float:
         """Return the estimated seconds for rows, summed over layers, and cached tokens."""
-        return (
-            self.fixed_seconds
-            + self.seconds_per_row * num_rows
-            + self.seconds_per_cached_token * num_cached
-        )
+        seconds = self.fixed_seconds + self.seconds_per_row * num_rows
+        return seconds + self.seconds_per_cached_token * num_cached
 
 
 @dataclass(frozen=True)
@@ -401,12 +398,7 @@ class LoadingController:
         return repair if self.shift is None else replace(repair, shift=self.shift)
 
     def _choose(
-        self,
-        prompt: PromptRows,
-        num_fresh: int,
-        records: Sequence[StoredRows],
-        *,
-        is_free: bool,
+        self, prompt: PromptRows, num_fresh: int, records: Sequence[StoredRows], *, is_free: bool
     ) -> tuple[float, Repair, Estimate]:
         """Return the loss, the policy and its estimate that the budget allows.
 
@@ -420,27 +412,23 @@ class LoadingController:
             return 0.0, nothing, estimate
         most_tokens = math.inf if self.ratio is None else share_of(self.ratio, prompt.num_reused)
         most_seconds = math.inf if self.ttft is None else self.ttft
-        estimates: dict[Measured, Estimate] = {}
-        repairs: dict[Measured, Repair] = {}
+        offers: list[tuple[float, Repair, Estimate]] = []
         allowed = []
         for measured in calibration.policies:
-            repair = repairs[measured] = measured.make()
-            estimates[measured] = calibration.estimate(repair.policy, prompt, num_fresh, records)
+            repair = measured.make()
+            estimate = calibration.estimate(repair.policy, prompt, num_fresh, records)
+            offers.append((measured.loss, repair, estimate))
             num_tokens = mean_count(planned_counts(repair.policy, prompt))
-            if num_tokens <= most_tokens and estimates[measured].seconds <= most_seconds:
-                allowed.append(measured)
-        good = [measured for measured in allowed if measured.loss <= self.loss]
-        if good:
-            chosen = min(good, key=lambda measured: (estimates[measured].seconds, measured.loss))
-            if is_free:
-                limit = _SAME * estimates[chosen].seconds
-                free = [measured for measured in good if estimates[measured].seconds <= limit]
-                chosen = min(free, key=lambda one: (one.loss, estimates[one].seconds))
-        elif allowed:
-            chosen = min(allowed, key=lambda one: (one.loss, estimates[one].seconds))
-        else:
-            chosen = min(estimates, key=lambda measured: estimates[measured].seconds)
-        return chosen.loss, repairs[chosen], estimates[chosen]
+            if num_tokens <= most_tokens and estimate.seconds <= most_seconds:
+                allowed.append(offers[-1])
+        good = [one for one in allowed if one[0] <= self.loss]
+        cheapest = min(good or offers, key=lambda one: (one[2].seconds, one[0] if good else 0.0))
+        if good and is_free:
+            limit = _SAME * cheapest[2].seconds
+            allowed = [one for one in good if one[2].seconds <= limit]
+        elif good or not allowed:
+            return cheapest
+        return min(allowed, key=lambda one: (one[0], one[2].seconds))
 
 
 Choice = Repair | LoadingController

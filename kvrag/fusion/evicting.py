@@ -122,11 +122,7 @@ class EvictingDecoder:
     def step(self, token_id: int) -> torch.Tensor:
         """Write a token's KV; return the logits ``[vocabulary]`` of what follows it."""
         model = self._model
-        with (
-            self._fused.answering(model),
-            self.cache.attending(model.hf),
-            torch.no_grad(),
-        ):
+        with self._fused.answering(model), self.cache.attending(model.hf), torch.no_grad():
             output = model.hf(
                 input_ids=torch.tensor([[token_id]], device=model.device),
                 # The prompt's positions may have gaps.

@@ -395,13 +395,12 @@ def fused_again(
     with model.computing_rows():
         logits = model.logits(hidden)[0]
     clock.lap("compute")
-    num_tokens, num_layers = len(layout.token_ids), model.layer_stop
-    report = FusionReport(
-        *(str(choice), num_tokens, 0, 0, 0, 0, 0, 0, clock.seconds, (0,) * num_layers),
-        num_kept=num_tokens,
-        num_neutralised=layout.num_neutralised,
-        num_control=layout.num_control,
-        num_folded=layout.num_folded,
+    num_layers = model.layer_stop
+    report = FusionReport.of(
+        *(layout, str(choice)),
+        num_kept=len(layout.token_ids),
+        seconds=clock.seconds,
+        rows_by_layer=(0,) * num_layers,
         compute=model.compute,
     )
     return FusedPrompt(fused, logits, report, none, (none,) * num_layers, layout, None, hidden)
@@ -419,11 +418,7 @@ def _forward_slice(
 
 
 def _begin(
-    loader: SpanLoader,
-    plan: FusePlan,
-    fused: FusedKV,
-    tables: Sequence[RotaryTable],
-    clock: Clock,
+    loader: SpanLoader, plan: FusePlan, fused: FusedKV, tables: Sequence[RotaryTable], clock: Clock
 ) -> Slices[None]:
     """Open the plan's records, and begin to load them."""
     unneeded = dict.fromkeys(plan.inexact, plan.num_whole_layers)
@@ -448,7 +443,6 @@ def _report(
     picks: Sequence[torch.Tensor],
 ) -> FusionReport:
     layout, prompt, expected = plan.layout, plan.prompt, plan.expected
-    num_plain = len(layout.plain_token_ids)
     made = [span for span in plan.spans if span.record_id in loader.made_seconds]
     num_made = sum(span.length for span in made)
     num_exact = sum(span.length for span in plan.exact) - num_made
@@ -456,6 +450,7 @@ def _report(
     # Most layers have the same tensor, whose length takes a microsecond.
     lengths = {key: len(one) for key, one in {id(one): one for one in picks}.items()}
     num_recomputed = mean_count([lengths[id(one)] for one in picks])
+    num_plain = len(layout.token_ids) - len(layout.links)
     num_fresh = num_plain - layout.num_kept - num_exact - prompt.num_reused
     reasons = dict(layout.fresh_reasons)
     num_more = num_fresh - num_made - sum(reasons.values())
@@ -463,9 +458,8 @@ def _report(
         reasons[MADE] = num_made
     if reasons and num_more > 0:  # spans that a miss or a decision left out
         reasons[OUTPRICED if plan.num_outpriced else FOUND] = num_more
-    return FusionReport(
-        policy=str(plan.repair),
-        num_tokens=num_plain,
+    return FusionReport.of(
+        *(layout, str(plan.repair)),
         num_exact=num_exact,
         num_reused=prompt.num_reused - num_recomputed,
         num_recomputed=num_recomputed,
@@ -485,8 +479,5 @@ def _report(
         expected_loss=expected.loss,
         expected_seconds=expected.seconds,
         expected_load_seconds=expected.load_seconds,
-        num_neutralised=layout.num_neutralised,
-        num_control=layout.num_control,
-        num_folded=layout.num_folded,
         fresh_reasons=reasons,
     )

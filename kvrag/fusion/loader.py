@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn, Protocol
+from functools import cache, partial
+from typing import NoReturn
 
 import torch
 
@@ -36,9 +35,6 @@ from kvrag.loading.streaming import ChunkStream, Streaming, StreamItem
 from kvrag.models.kv_model import ALONE, Ranks
 from kvrag.positions.rotary import RotaryTable
 
-PlannedRows = Callable[[Sequence[ReusedSpan]], int]
-"""Takes the spans to load; returns the rows, summed over layers, that are then computed."""
-
 
 @dataclass(frozen=True)
 class Target:
@@ -49,86 +45,11 @@ class Target:
     streaming
         The time, and the estimates.
     planned_rows
-        Returns the rows to compute if only some spans are loaded.
+        Takes the spans to load; returns the rows, summed over layers, that are then computed.
     """
 
     streaming: Streaming
-    planned_rows: PlannedRows
-
-
-def stream_records(
-    target: Target,
-    records: Mapping[RecordId, EncodedChunk],
-    spans: Mapping[RecordId, Sequence[ReusedSpan]],
-    opening_seconds: Mapping[RecordId, float],
-    place: Callable[[RecordId], None],
-    device: torch.device,
-) -> tuple[StreamReport, dict[RecordId, str | None]]:
-    """Load a prompt's records before anything is computed, in the quality that the time allows.
-
-    Parameters
-    ----------
-    target
-        The target.
-    records
-        The open records. Those that come from no store are in memory.
-    spans, opening_seconds
-        For each record its spans, and how long opening it took.
-    place
-        Decodes all layers of a record into the prompt's buffer.
-    device
-        The buffer's device.
-
-    Returns
-    -------
-    (report, lost)
-        The report on streaming; why records are not there, None for those quicker to compute.
-    """
-    streaming = target.streaming
-    stored = [one for one, record in records.items() if not isinstance(record, MadeChunk)]
-    if stored:
-        _expect(streaming, [records[one] for one in stored], [opening_seconds[o] for o in stored])
-    for one in records.keys() - set(stored):
-        place(one)
-    every = [span for some in spans.values() for span in some]
-
-    @functools.cache
-    def compute_seconds(left_out: frozenset[int]) -> float | None:
-        out = {stored[number] for number in left_out}
-        loaded = [span for span in every if span.record_id not in out]
-        return streaming.estimates.computing.seconds(target.planned_rows(loaded))
-
-    def seconds_without(numbers: Collection[int]) -> float | None:
-        return compute_seconds(frozenset(numbers))
-
-    items = [
-        StreamItem(
-            one[0],
-            records[one],
-            functools.partial(place, one),
-        )
-        for one in stored
-    ]
-    stream = ChunkStream(items, streaming, seconds_without, DAMAGE, device)
-    streamed = stream.run()
-    expected = stream.tail_seconds()
-    elapsed = time.perf_counter() - streaming.started
-    lost: dict[RecordId, str | None] = dict.fromkeys(stored[n] for n in stream.computed)
-    lost.update({stored[n]: reason_of(error) for n, error in stream.lost.items()})
-    return StreamReport(streaming.ttft, elapsed, streamed, expected), lost
-
-
-def _expect(
-    streaming: Streaming, records: Sequence[EncodedChunk], opening_seconds: Sequence[float]
-) -> None:
-    """Pass the time of opening and the expected loading speed to the link's estimate."""
-    link = streaming.estimates.link
-    # The fastest: records opened at the same time slow each other down.
-    link.note_request(min(opening_seconds))
-    if streaming.load_seconds_per_token:
-        num_bytes = sum(sum(record.plane_bytes) for record in records)
-        num_tokens = sum(record.num_tokens for record in records)
-        link.expect(num_bytes / (num_tokens * streaming.load_seconds_per_token))
+    planned_rows: Callable[[Sequence[ReusedSpan]], int]
 
 
 class NotMadeError(Exception):
@@ -170,38 +91,6 @@ OpenKV = Callable[[str, tuple[int, ...]], EncodedChunk | None]
 """Takes a chunk id and the chunk's context tokens; returns the opened record, or None if the store
 has none. Raises NotMadeError if it is right that there is none.
 """
-
-Bring = Callable[[RecordId, int], None]
-"""Reads a layer of a record, decodes it, and places it in the prompt's rows."""
-
-"""Writes rows of one layer, by its index and rotary table, into a buffer."""
-
-
-class Reading(Protocol):
-    """How the layers of open records come into a prompt's buffer.
-
-    Attributes
-    ----------
-    hidden_seconds
-        Wall seconds of reading during which nobody waited; complete after `close`.
-    """
-
-    hidden_seconds: float
-
-    def has_layer(self, layer_index: int) -> bool:
-        """Return whether `load_layer` would begin at once; if not, the layer is on its way."""
-
-    def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
-        """Bring a layer; callers ask for each layer once, in order.
-
-        Returns
-        -------
-        mapping
-            Records that cannot be read, in this layer or later ones, and why. Empty if it is there.
-        """
-
-    def close(self) -> None:
-        """Stop; nothing is written into the buffer afterwards."""
 
 
 class SpanLoader:
@@ -256,7 +145,7 @@ class SpanLoader:
         self._ranks = ranks
         self._target = target
         self._hot = hot
-        self._reading: Reading | None = None
+        self._reading: LayerPrefetch | None = None
         self._into: tuple[FusedKV, Sequence[RotaryTable]] | None = None
         self._spans: Sequence[ReusedSpan] = ()
         self._records: dict[RecordId, EncodedChunk] = {}
@@ -335,24 +224,52 @@ class SpanLoader:
         LostError
             If records are not available, or are quicker to compute.
         """
-        if self._target is None or self.stream_report is not None:
+        target = self._target
+        if target is None or self.stream_report is not None:
             return
-        spans = self._spans_by_record()
+        streaming, spans = target.streaming, self._spans_by_record()
 
         def place(record_id: RecordId) -> None:
             for layer_index, table in enumerate(tables):
                 self._place(spans[record_id], layer_index, fused, table)
 
-        self.stream_report, lost = stream_records(
-            self._target,
-            self._records,
-            spans,
-            self.record_seconds,
-            place,
-            fused.storage.device,
-        )
+        stored = []
+        for one, record in self._records.items():
+            if isinstance(record, MadeChunk):  # in memory
+                place(one)
+            else:
+                stored.append(one)
+        if stored:
+            self._expect(streaming, stored)
+
+        @cache
+        def compute_seconds(left_out: frozenset[int]) -> float | None:
+            out = {stored[number] for number in left_out}
+            loaded = [span for span in self._spans if span.record_id not in out]
+            return streaming.estimates.computing.seconds(target.planned_rows(loaded))
+
+        items = [StreamItem(one[0], self._records[one], partial(place, one)) for one in stored]
+        device = fused.storage.device
+        stream = ChunkStream(items, streaming, compute_seconds, DAMAGE, device)
+        streamed = stream.run()
+        elapsed = time.perf_counter() - streaming.started
+        expected = stream.tail_seconds()
+        self.stream_report = StreamReport(streaming.ttft, elapsed, streamed, expected)
+        lost: dict[RecordId, str | None] = dict.fromkeys(stored[n] for n in stream.computed)
+        lost.update({stored[n]: reason_of(error) for n, error in stream.lost.items()})
         if lost:
             raise LostError(lost)
+
+    def _expect(self, streaming: Streaming, stored: Sequence[RecordId]) -> None:
+        """Pass the time of opening and the expected loading speed to the link's estimate."""
+        link = streaming.estimates.link
+        # The fastest: records opened at the same time slow each other down.
+        link.note_request(min(self.record_seconds[one] for one in stored))
+        if streaming.load_seconds_per_token:
+            records = [self._records[one] for one in stored]
+            num_bytes = sum(sum(record.plane_bytes) for record in records)
+            num_tokens = sum(record.num_tokens for record in records)
+            link.expect(num_bytes / (num_tokens * streaming.load_seconds_per_token))
 
     def begin(
         self,
@@ -381,29 +298,20 @@ class SpanLoader:
         first_layers = unneeded or {}
         spans = self._spans_by_record()
 
-        def bring(record_id: RecordId, layer_index: int) -> None:
-            needed = [s for s in spans[record_id] if layer_index >= first_layers.get(s, 0)]
+        if self._num_threads and _is_on_card(fused):
+            into = first_layers, fused, tables
+            more = self._num_threads, self.record_seconds, self._hot
+            self._reading = reading = CardReading(self._records, spans, *into, *more)
+            self.num_decoded_by_host = reading.num_decoded_by_host
+            return
+        spans_of = list(spans.values())
+
+        def bring(lane: int, layer_index: int) -> None:
+            needed = [s for s in spans_of[lane] if layer_index >= first_layers.get(s, 0)]
             self._place(needed, layer_index, fused, tables[layer_index])
 
-        if self._num_threads and _is_on_card(fused):
-            self._reading = CardReading(
-                self._records,
-                spans,
-                first_layers,
-                fused,
-                tables,
-                self._num_threads,
-                self.record_seconds,
-                self._hot,
-            )
-            self.num_decoded_by_host = self._reading.num_decoded_by_host
-        elif self._num_threads:
-            self._reading = _Ahead(tuple(self._records), bring, len(tables), self._num_threads)
-        else:
-            firsts = {
-                one: min(first_layers.get(span, 0) for span in some) for one, some in spans.items()
-            }
-            self._reading = _OnRequest(self._records, firsts, bring, len(tables))
+        num_threads = self._num_threads
+        self._reading = LayerPrefetch(len(spans), len(tables), bring, num_threads=num_threads)
 
     def end(self) -> None:
         """Stop reading; the loader writes nothing into the buffer afterwards."""
@@ -419,7 +327,7 @@ class SpanLoader:
 
     def has_layer(self, layer_index: int) -> bool:
         """Return whether `load_layer` would begin at once; if not, the layer is on its way."""
-        return self._reading is None or self._reading.has_layer(layer_index)
+        return self._reading is None or self._reading.is_loaded(layer_index)
 
     def bring(self, layers: range, clock: Clock) -> Slices[None]:
         """Load layers as `load_layer` does, those that are not there yet, as they come."""
@@ -444,7 +352,7 @@ class SpanLoader:
         assert self._into is not None, "begin comes first"
         with self._agreeing(self._spans):
             reading = self._reading
-            failures = {} if reading is None else reading.load_layer(layer_index)
+            failures = {} if reading is None else reading.wait(layer_index)
             if failures:
                 self._lose(failures)
         self.num_loaded = layer_index + 1
@@ -488,15 +396,15 @@ class SpanLoader:
         # Only one thread at a time works on a record.
         self.record_seconds[record_id] += time.perf_counter() - started
 
-    def _lose(self, failures: Mapping[RecordId, Exception]) -> NoReturn:
-        """Raise LostError for damaged records, or the first error of another kind."""
+    def _lose(self, failures: Mapping[int, Exception]) -> NoReturn:
+        """Raise LostError for damaged records, by number, or the first error of another kind."""
         self.end()
         for error in failures.values():
             if not isinstance(error, DAMAGE):
                 raise error
-        raise LostError({one: reason_of(error) for one, error in failures.items()}) from next(
-            iter(failures.values())
-        )
+        records = list(self._records)
+        lost = {records[number]: reason_of(error) for number, error in failures.items()}
+        raise LostError(lost) from error
 
     def _spans_by_record(self) -> dict[RecordId, list[ReusedSpan]]:
         spans: dict[RecordId, list[ReusedSpan]] = {record_id: [] for record_id in self._records}
@@ -536,85 +444,3 @@ class SpanLoader:
 
 def _is_on_card(fused: FusedKV) -> bool:
     return fused.storage.device.type == "cuda"
-
-
-class _OnRequest:
-    """Reads each layer when it is asked for, in the caller's thread."""
-
-    hidden_seconds = 0.0
-
-    def __init__(
-        self,
-        records: Mapping[RecordId, EncodedChunk],
-        first_layers: Mapping[RecordId, int],
-        bring: Bring,
-        num_layers: int,
-    ) -> None:
-        self._records = records
-        self._first_layers = first_layers
-        self._bring = bring
-        self._num_layers = num_layers
-
-    def has_layer(self, layer_index: int) -> bool:  # noqa: ARG002
-        return True
-
-    def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
-        for record_id in self._records:
-            try:
-                self._bring(record_id, layer_index)
-            except DAMAGE as error:
-                return {record_id: error, **self._other_damage(record_id)}
-        return {}
-
-    def close(self) -> None:
-        pass
-
-    def _other_damage(self, lost: RecordId) -> dict[RecordId, Exception]:
-        """Return the damage of the other records' needed layers, so that one restart is enough."""
-        failures: dict[RecordId, Exception] = {}
-        for record_id, first_layer in self._first_layers.items():
-            if record_id == lost:
-                continue
-            try:
-                for layer_index in range(first_layer, self._num_layers):
-                    self._records[record_id].read_layer(layer_index)
-            except DAMAGE as error:
-                failures[record_id] = error
-        return failures
-
-
-class _Ahead:
-    """Reads layers in other threads, ahead of the caller."""
-
-    def __init__(
-        self,
-        lanes: Sequence[RecordId],
-        bring: Bring,
-        num_layers: int,
-        num_threads: int,
-    ) -> None:
-        self._lanes = lanes
-        self._waited_seconds = 0.0
-        self.hidden_seconds = 0.0
-        self._prefetch = LayerPrefetch(
-            len(lanes),
-            num_layers,
-            lambda lane, layer_index: bring(lanes[lane], layer_index),
-            num_threads=num_threads,
-        )
-
-    def has_layer(self, layer_index: int) -> bool:
-        return self._prefetch.is_loaded(layer_index)
-
-    def load_layer(self, layer_index: int) -> Mapping[RecordId, Exception]:
-        busy_before = self._prefetch.busy_seconds
-        failures = self._prefetch.wait(layer_index)
-        self._waited_seconds += self._prefetch.busy_seconds - busy_before
-        if failures:
-            # Find the damage of all other records as well, so that one restart is enough.
-            failures = self._prefetch.drain()
-        return {self._lanes[lane]: error for lane, error in failures.items()}
-
-    def close(self) -> None:
-        self._prefetch.close()
-        self.hidden_seconds = max(0.0, self._prefetch.busy_seconds - self._waited_seconds)

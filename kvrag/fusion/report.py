@@ -8,6 +8,7 @@ from typing import Any
 
 from kvrag.arguments import QUANTISED
 from kvrag.eviction import EvictionReport
+from kvrag.fusion.layout import Layout
 from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_plan import StreamReport
 
@@ -112,14 +113,14 @@ class FusionReport:
 
     policy: str
     num_tokens: int
-    num_exact: int
-    num_reused: int
-    num_recomputed: int
-    num_fresh: int
-    num_chunks: int
-    bytes_loaded: int
-    seconds: Mapping[str, float]
-    rows_by_layer: tuple[int, ...]
+    num_exact: int = 0
+    num_reused: int = 0
+    num_recomputed: int = 0
+    num_fresh: int = 0
+    num_chunks: int = 0
+    bytes_loaded: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    rows_by_layer: tuple[int, ...] = ()
     hidden_load_seconds: float = 0.0
     rows_asked: int = 0
     rows_compared: int = 0
@@ -144,6 +145,18 @@ class FusionReport:
     hot_chunks: Mapping[str, int] = field(default_factory=dict)
     hot_bytes: Mapping[str, int] = field(default_factory=dict)
     num_decoded_by_host: int = 0
+
+    @classmethod
+    def of(cls, layout: Layout, policy: str, **figures: Any) -> FusionReport:
+        """Return the report on a prompt, with what its layout has counted."""
+        return cls(
+            policy,
+            len(layout.plain_token_ids),
+            num_neutralised=layout.num_neutralised,
+            num_control=layout.num_control,
+            num_folded=layout.num_folded,
+            **figures,
+        )
 
     @property
     def num_computed(self) -> int:
@@ -199,26 +212,26 @@ class FusionReport:
             f"{_size(self.bytes_loaded)} loaded",
             self.policy,
         ]
-        if self.num_in_context:
-            parts.insert(1, f"{self.num_in_context} encoded after a context")
-        if self.num_links:
-            parts.insert(1, f"{self.num_links} link tokens")
+        hot = ", ".join(f"{count} in {name}" for name, count in self.hot_chunks.items())
+        late = sum(one.is_computed for one in self.decisions)
+        parts[1:1] = [
+            text
+            for is_told, text in (
+                (self.num_made, f"first chunk of {self.num_made} tokens computed, to be stored"),
+                (
+                    self.num_decoded_by_host,
+                    f"{self.num_decoded_by_host} chunks decoded by the host, not the card",
+                ),
+                (any(self.hot_chunks.values()), f"chunks in memory: {hot}"),
+                (self.num_outpriced, f"{self.num_outpriced} stored, but full prefill is faster"),
+                (late, f"{late} chunks of {self.num_computed} tokens computed, slower to load"),
+                (self.num_links, f"{self.num_links} link tokens"),
+                (self.num_in_context, f"{self.num_in_context} encoded after a context"),
+            )
+            if is_told
+        ]
         if self.num_unlinked:
             parts.append(f"{self.num_unlinked} chunks without link tokens")
-        if self.num_computed:
-            num_chunks = sum(one.is_computed for one in self.decisions)
-            parts.insert(
-                1, f"{num_chunks} chunks of {self.num_computed} tokens computed, slower to load"
-            )
-        if self.num_outpriced:
-            parts.insert(1, f"{self.num_outpriced} stored, but full prefill is faster")
-        if any(self.hot_chunks.values()):
-            found = ", ".join(f"{count} in {name}" for name, count in self.hot_chunks.items())
-            parts.insert(1, f"chunks in memory: {found}")
-        if self.num_decoded_by_host:
-            parts.insert(1, f"{self.num_decoded_by_host} chunks decoded by the host, not the card")
-        if self.num_made:
-            parts.insert(1, f"first chunk of {self.num_made} tokens computed, to be stored")
         if self.stream is not None:
             parts.append(f"streamed in {self.stream.one_line()}")
         if self.eviction is not None:

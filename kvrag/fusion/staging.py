@@ -6,10 +6,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +41,7 @@ _starting = threading.Lock()
 """Held while a copy is queued with what it waits for."""
 
 Wanted = Callable[[], bool]
+T = TypeVar("T")
 
 
 class Source:
@@ -73,6 +74,8 @@ class Source:
         The record's.
     stride
         Elements from layer to layer: keys ``[H, T, D]``, values, padding.
+    num_bytes
+        Bytes of all layers.
     name
         What the record is, content included; None: nobody can tell.
     """
@@ -94,18 +97,15 @@ class Source:
             )
         # Vectors of D elements begin at multiples of D, layers at 64 bytes, too.
         unit = spec.head_dim * spec.dtype.itemsize
-        num_bytes = padded_size(spec.layer_bytes_per_token * self.num_tokens)
-        while num_bytes % unit:
-            num_bytes += padded_size(1)
-        self.stride = num_bytes // spec.dtype.itemsize
+        layer_bytes = padded_size(spec.layer_bytes_per_token * self.num_tokens)
+        while layer_bytes % unit:
+            layer_bytes += padded_size(1)
+        self._layer_bytes, self.stride = layer_bytes, layer_bytes // spec.dtype.itemsize
+        self._layers = range(spec.num_layers)
+        self.num_bytes = spec.num_layers * layer_bytes
         self.name: Hashable = getattr(record, "identity", None)
         self._pinned: HotChunk | None = None
         self._is_lost = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all layers."""
-        return self._spec.num_layers * self.stride * self._spec.dtype.itemsize
 
     @property
     def is_decoded_by_host(self) -> bool:
@@ -127,10 +127,6 @@ class Source:
     def pinned_bytes(self) -> int:
         """Bytes that all layers take there."""
         return self.stored.coded_bytes(self._layers) if self.is_coded else self.num_bytes
-
-    @property
-    def _layers(self) -> range:
-        return range(self._spec.num_layers)
 
     @property
     def _pinned_name(self) -> Hashable:
@@ -185,8 +181,13 @@ class Source:
         if self._pinned is not None:
             memory = self._bytes_of(layers, self._pinned.memory)
             return queue_copy(into, memory, after, is_wanted)
-        with self._losing():
-            return self._copy(layers, into, after, is_wanted)
+        events = []
+        for some in self.pieces(layers):
+            first = (some.start - layers.start) * self.stride
+            part = into[first : first + len(some) * self.stride]
+            _, copied = self._by_buffer(part, partial(self._read, some), after, is_wanted)
+            events += copied
+        return events
 
     def copy_coded(
         self, layers: range, into: torch.Tensor, after: torch.cuda.Event, is_wanted: Wanted
@@ -205,15 +206,12 @@ class Source:
             for to, memory in zip(torch.split(into, [*map(len, pieces)]), pieces, strict=True):
                 copied = queue_copy(to, memory, after, is_wanted)
             return parts, copied
-        size = len(into)
-        pinned, copied = buffers().take(size), []
-        try:
-            with self._losing():
-                parts = self.stored.read_coded(layers, pinned.memory[:size].numpy().data)
-            copied = queue_copy(into, pinned.memory[:size], after, is_wanted)
-        finally:
-            buffers().give_back(pinned, copied[0] if copied else None)
-        return parts, copied
+
+        def read(memory: torch.Tensor) -> list[Any]:
+            parts: list[Any] = self.stored.read_coded(layers, memory.numpy().data)
+            return parts
+
+        return self._by_buffer(into, read, after, is_wanted)
 
     def refuse_streams(self) -> RecordError:
         """Return what is wrong with a record whose streams a card found damaged."""
@@ -224,46 +222,38 @@ class Source:
             return error
         raise AssertionError("the record refuses")
 
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Keep nothing of a record that cannot be read."""
+    def _by_buffer(
+        self,
+        into: torch.Tensor,
+        read: Callable[[torch.Tensor], T],
+        after: torch.cuda.Event,
+        is_wanted: Wanted,
+    ) -> tuple[T, list[torch.cuda.Event]]:
+        """Read to page-locked bytes, and have them copied; keep nothing of what cannot be read."""
+        size = into.numel() * into.itemsize
+        pinned, copied = buffers().take(size), []
         try:
-            yield
+            found = read(pinned.memory[:size])
+            copied = queue_copy(into, pinned.memory[:size], after, is_wanted)
         except BaseException:
             self._is_lost = True
             raise
-
-    def _copy(
-        self, layers: range, into: torch.Tensor, after: torch.cuda.Event, is_wanted: Wanted
-    ) -> list[torch.cuda.Event]:
-        events = []
-        for some in self.pieces(layers):
-            first = (some.start - layers.start) * self.stride
-            part = into[first : first + len(some) * self.stride]
-            size = part.numel() * part.itemsize
-            pinned, copied = buffers().take(size), []
-            try:
-                self._read(some, pinned.memory[:size])
-                copied = queue_copy(part, pinned.memory[:size], after, is_wanted)
-                events += copied
-            finally:
-                buffers().give_back(pinned, copied[0] if copied else None)
-        return events
+        finally:
+            buffers().give_back(pinned, copied[0] if copied else None)
+        return found, copied
 
     def pieces(self, layers: range) -> Iterator[range]:
         """Yield the layers that are read at once."""
-        at_once = max(1, _READ_BYTES // (self.stride * self._spec.dtype.itemsize))
+        at_once = max(1, _READ_BYTES // self._layer_bytes)
         for first in range(0, len(layers), at_once):
             yield layers[first : first + at_once]
 
     def _bytes_of(self, layers: range, memory: torch.Tensor) -> torch.Tensor:
-        size = self.stride * self._spec.dtype.itemsize
-        return memory[layers.start * size : layers.stop * size]
+        return memory[layers.start * self._layer_bytes : layers.stop * self._layer_bytes]
 
     def _read(self, layers: range, memory: torch.Tensor) -> None:
         """Fill bytes with layers, and check them."""
-        record, spec = self.record, self._spec
-        size = self.stride * spec.dtype.itemsize
+        record, spec, size = self.record, self._spec, self._layer_bytes
         if getattr(record, "stored_layer", None) == (spec.dtype, size):
             record.read_layers(layers, memory.numpy().data)  # type: ignore[attr-defined]
             return
@@ -306,6 +296,8 @@ class Hot:
     ----------
     memory
         ``[L * stride]``, of the KV's type.
+    chunk, after
+        As given.
     """
 
     def __init__(
@@ -313,22 +305,13 @@ class Hot:
     ) -> None:
         spec = source._spec
         self.memory = chunk.memory.view(spec.dtype)
-        self._source, self._chunk, self._tier, self._after = source, chunk, tier, after
+        self._source, self._tier = source, tier
+        self.chunk, self.after = chunk, after
         self._missing = set() if after is None else set(range(spec.num_layers))
         # What it decodes is missing until it has told that all of it is sound.
         self._undecoded = set(self._missing)
         self._copied = [] if chunk.written is None else [chunk.written]
         self._lock = threading.Lock()
-
-    @property
-    def after(self) -> torch.cuda.Event | None:
-        """What the card has to reach before it may write there."""
-        return self._after
-
-    @property
-    def was_found(self) -> bool:
-        """Whether an earlier prompt left all layers there."""
-        return self._after is None
 
     def note_decoded(self, layers: range, event: torch.cuda.Event) -> None:
         """Say that the card has decoded layers when it reaches an event."""
@@ -339,9 +322,9 @@ class Hot:
     def keep(self) -> None:
         """Let later prompts find what was decoded, if it is whole; it is known to be sound."""
         with self._lock:
-            if not self._undecoded and self._after is not None:
+            if not self._undecoded and self.after is not None:
                 self._missing.clear()
-                self._tier.keep(self._chunk, self._copied[-1])
+                self._tier.keep(self.chunk, self._copied[-1])
 
     @property
     def is_whole(self) -> bool:
@@ -353,25 +336,21 @@ class Hot:
         with self._lock:
             if self._missing.isdisjoint(layers):
                 return self._copied[-1:]
-            assert self._after is not None
+            assert self.after is not None
             missing = self._missing.intersection(layers)
             stride, copied = self._source.stride, []
             # Piece by piece: a prompt may be given up between two of them.
             for some in self._source.pieces(range(min(missing), max(missing) + 1)):
                 into = self.memory[some.start * stride : some.stop * stride]
-                queued = self._source.copy(some, into, self._after, is_wanted)
+                queued = self._source.copy(some, into, self.after, is_wanted)
                 if not queued:
                     break
                 copied += queued
                 self._copied = queued
                 self._missing -= set(some)
             if not self._missing:
-                self._tier.keep(self._chunk, copied[-1])
+                self._tier.keep(self.chunk, copied[-1])
             return copied
-
-    def release(self, uses: Sequence[torch.cuda.Event]) -> None:
-        """Let the memory go, once the card has reached some events."""
-        self._tier.release(self._chunk, uses)
 
 
 class HotTiers:
@@ -409,10 +388,8 @@ class HotTiers:
             card = free_bytes(device)[0] // _CARD_SHARE
         if pinned is None:
             pinned = memory_bytes() // _HOST_SHARE
-        return (
-            HotTier("card", card, partial(on_card, device)),
-            HotTier("pinned", pinned, registered),
-        )
+        on_this = partial(on_card, device)
+        return HotTier("card", card, on_this), HotTier("pinned", pinned, registered)
 
 
 class HotRecords:
@@ -471,7 +448,7 @@ class HotRecords:
             is_pinned = self._pins and not is_kept and source.should_be_pinned
             source.release(self._pinned, uses)
             if hot is not None:
-                hot.release(uses)
+                self._card.release(hot.chunk, uses)
             if is_pinned:
                 threads.start(partial(source.pin, self._pinned), threads.KEEPING)
 

@@ -179,22 +179,13 @@ def read_whole(
                 before = copied
     num_layers, fresh = model.chunk_spec.num_layers, len(ids) - num_kept
     reasons = dict.fromkeys(layout.fresh_reasons, fresh)
-    report = FusionReport(
-        policy=FULL_PREFILL,
-        num_tokens=len(ids),
-        num_exact=0,
-        num_reused=0,
-        num_recomputed=0,
+    report = FusionReport.of(
+        *(layout, FULL_PREFILL),
         num_fresh=fresh,
-        num_chunks=0,
-        bytes_loaded=0,
         seconds=clock.seconds,
         rows_by_layer=(fresh,) * num_layers,
         num_kept=num_kept,
         misses=layout.misses,
-        num_neutralised=layout.num_neutralised,
-        num_control=layout.num_control,
-        num_folded=layout.num_folded,
         fresh_reasons=reasons,
         compute=model.compute,
     )

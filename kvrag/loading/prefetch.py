@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -37,8 +38,9 @@ class LayerPrefetch:
     work
         Called by one thread at a time for each lane. An exception ends its lane.
     num_threads
-        Threads, at least 1, but not more than there are lanes. A thread that must wait for the
-        caller is released meanwhile, since another prompt may need it.
+        Threads, but not more than there are lanes. A thread that must wait for the caller is
+        released meanwhile, since another prompt may need it. 0: the caller loads each layer when it
+        waits for it.
     num_ahead
         How many layers may be loaded ahead of the one that is asked for, instead of a quarter.
 
@@ -58,10 +60,11 @@ class LayerPrefetch:
     ) -> None:
         self._work = work
         self._num_layers = num_layers
-        self._next = [0] * num_lanes
-        self._idle = set(range(num_lanes)) if num_layers else set()
+        # A heap of the next layer of each lane that no thread works on, and its number.
+        self._idle = [(0, lane) for lane in range(num_lanes if num_layers else 0)]
         self._num_left = [num_lanes] * num_layers
         self._num_ahead = max(_LEAST_AHEAD, num_layers // 4) if num_ahead is None else num_ahead
+        self._num_ahead *= num_threads > 0
         self._asked_layer = 0
         self._num_threads = min(num_threads, num_lanes)
         self._num_running = 0
@@ -70,7 +73,7 @@ class LayerPrefetch:
         self._is_closed = False
         self._num_busy = 0
         self._busy_since = 0.0
-        self._busy_seconds = 0.0
+        self._busy_seconds = self._waited_seconds = 0.0
         # Each thread has its own mode; the work runs in the caller's.
         self._inference_mode = torch.is_inference_mode_enabled()
         self._threads: list[Future[None]] = []
@@ -84,30 +87,46 @@ class LayerPrefetch:
             running = time.perf_counter() - self._busy_since if self._num_busy else 0.0
             return self._busy_seconds + running
 
+    @property
+    def hidden_seconds(self) -> float:
+        """Wall seconds of work during which nobody waited; complete after `close`."""
+        return max(0.0, self.busy_seconds - self._waited_seconds)
+
     def wait(self, layer_index: int) -> Mapping[int, Exception]:
-        """Wait until a layer is loaded in all lanes, or a lane has failed.
+        """Wait until a layer is loaded in all lanes; callers ask for each layer once, in order.
 
         Returns
         -------
         mapping
-            Lanes that have failed so far, and why. Empty if the layer and all before it are loaded.
+            Lanes that have failed, in this layer or later ones, and why: all of them, so that one
+            restart is enough. Empty if the layer and all before it are loaded.
         """
-        with self._changed:
-            self._ask(layer_index)
-            self._changed.wait_for(lambda: self._failures or not self._num_left[layer_index])
-            return dict(self._failures)
+        busy_before = self.busy_seconds
+        has_failed = self._wait_for(
+            layer_index, lambda: self._failures or not self._num_left[layer_index]
+        )
+        self._waited_seconds += self.busy_seconds - busy_before
+        return self.drain() if has_failed else {}
 
     def is_loaded(self, layer_index: int) -> bool:
-        """Ask for a layer, and return whether `wait` would return at once."""
+        """Ask for a layer, and return whether `wait` would begin at once; if not, it is coming."""
         with self._changed:
             self._ask(layer_index)
-            return bool(self._failures) or not self._num_left[layer_index]
+            is_here = bool(self._failures) or not self._num_left[layer_index]
+            return is_here or not self._num_threads
 
     def drain(self) -> Mapping[int, Exception]:
         """Wait until every lane is loaded or has failed; return those that failed, and why."""
+        return self._wait_for(self._num_layers, lambda: not self._idle and not self._num_busy)
+
+    def _wait_for(self, layer_index: int, is_here: Callable[[], object]) -> Mapping[int, Exception]:
         with self._changed:
-            self._ask(self._num_layers)
-            self._changed.wait_for(self._is_done)
+            self._ask(layer_index)
+            self._num_running += not self._num_threads
+        if not self._num_threads:
+            self._run()
+        with self._changed:
+            self._changed.wait_for(is_here)
             return dict(self._failures)
 
     def close(self) -> None:
@@ -126,7 +145,7 @@ class LayerPrefetch:
 
     def _start(self) -> None:
         """Start threads for idle lanes that may continue, up to the limit."""
-        num_lanes = sum(self._may_go_on(lane) for lane in self._idle)
+        num_lanes = sum(map(self._may_begin, self._idle))
         self._threads = [thread for thread in self._threads if not thread.done()]
         for _ in range(min(num_lanes, self._num_threads - self._num_running)):
             self._threads.append(threads.start(self._run))
@@ -134,25 +153,23 @@ class LayerPrefetch:
 
     def _run(self) -> None:
         with torch.inference_mode(self._inference_mode), torch.no_grad():
-            while (lane := self._take()) is not None:
+            while (taken := self._take()) is not None:
                 failure = None
                 try:
-                    self._work(lane, self._next[lane])
+                    self._work(taken[1], taken[0])
                 except Exception as error:
                     failure = error
-                self._put_back(lane, failure)
+                self._put_back(*taken, failure)
 
-    def _take(self) -> int | None:
-        """Return the idle lane with the fewest layers, for this thread; None to end the thread."""
+    def _take(self) -> tuple[int, int] | None:
+        """Return the lowest layer of an idle lane, for this thread; None to end the thread."""
         with self._changed:
             while not self._is_closed:
-                lane = min(self._idle, key=lambda lane: (self._next[lane], lane), default=None)
-                if lane is not None and self._may_go_on(lane):
-                    self._idle.remove(lane)
+                if self._idle and self._may_begin(self._idle[0]):
                     if not self._num_busy:
                         self._busy_since = time.perf_counter()
                     self._num_busy += 1
-                    return lane
+                    return heapq.heappop(self._idle)
                 if not self._num_busy:
                     break
                 # A busy lane will become idle.
@@ -160,14 +177,11 @@ class LayerPrefetch:
             self._num_running -= 1
             return None
 
-    def _is_done(self) -> bool:
-        return not self._idle and not self._num_busy
+    def _may_begin(self, one: tuple[int, int]) -> bool:
+        """Whether a lane's layer is not too far ahead of the computation."""
+        return one[0] <= self._asked_layer + self._num_ahead
 
-    def _may_go_on(self, lane: int) -> bool:
-        """Whether a lane is not too far ahead of the computation."""
-        return self._next[lane] <= self._asked_layer + self._num_ahead
-
-    def _put_back(self, lane: int, failure: Exception | None) -> None:
+    def _put_back(self, layer_index: int, lane: int, failure: Exception | None) -> None:
         with self._changed:
             self._num_busy -= 1
             if not self._num_busy:
@@ -175,8 +189,7 @@ class LayerPrefetch:
             if failure is not None:
                 self._failures[lane] = failure
             else:
-                self._num_left[self._next[lane]] -= 1
-                self._next[lane] += 1
-                if self._next[lane] < self._num_layers:
-                    self._idle.add(lane)
+                self._num_left[layer_index] -= 1
+                if layer_index + 1 < self._num_layers:
+                    heapq.heappush(self._idle, (layer_index + 1, lane))
             self._changed.notify_all()

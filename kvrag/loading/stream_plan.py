@@ -14,7 +14,7 @@ becomes slower has not been spent on the first chunks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -149,7 +149,7 @@ class Step:
     is_needed: bool
 
 
-ComputeSeconds = Callable[[Collection[int]], float | None]
+ComputeSeconds = Callable[[frozenset[int]], float | None]
 """For the numbers of the chunks to compute: the seconds of all computing after streaming; None if
 that is not known.
 """
@@ -184,10 +184,10 @@ class StreamPlan:
         self.num_planes: list[int | None] = [None] * len(chunks)
 
     @property
-    def computed(self) -> set[int]:
+    def computed(self) -> frozenset[int]:
         """Chunks that are computed: by choice, or because they are lost."""
-        chosen = {number for number, planes in enumerate(self.num_planes) if planes == TEXT}
-        return chosen | self._lost
+        chosen = (number for number, planes in enumerate(self.num_planes) if planes == TEXT)
+        return frozenset(chosen) | self._lost
 
     @property
     def undecided(self) -> list[int]:

@@ -114,8 +114,8 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
         ("num_tokens", 3, "block 0: size: expected 384 bytes, found 512"),
         ("num_tokens", 2**20, "block 0: size"),
         ("num_tokens", 2**32 - 1, "number of tokens.*found 4294967295"),
-        ("head_dim", 0, "channels of a head.*found 0"),
-        ("head_dim", 2**32 - 1, "channels of a head.*found 4294967295"),
+        ("head_dim", 0, "number of channels of a head.*found 0"),
+        ("head_dim", 2**32 - 1, "number of channels of a head.*found 4294967295"),
     ],
 )
 def test_lying_fields(field: str, value: int | bytes, message: str) -> None:
@@ -159,31 +159,6 @@ def test_lying_index(layer_index: int, field: str, value: int, message: str) -> 
     forge.set_block_field(record, layer_index, field, value)
     with pytest.raises(RecordError, match=f"record {KEY}: {message}"):
         decode(RawCodec(), KEY, forge.reseal(record, header_size(3)), SPEC)
-
-
-def test_a_lie_costs_no_memory() -> None:
-    """A header that promises four gigabytes a layer, in a record of two kilobytes."""
-    spec = KVSpec(num_layers=3, num_kv_heads=64, head_dim=16, dtype=torch.float32)
-    record = make_record()
-    for field, value in (("num_kv_heads", 64), ("num_tokens", 2**19), ("head_dim", 16)):
-        forge.set_field(record, field, value)
-    block_bytes = spec.layer_bytes_per_token * 2**19
-    for layer_index in range(3):
-        forge.set_block_field(record, layer_index, "size", block_bytes)
-        forge.set_block_field(
-            record, layer_index, "offset", header_size(3) + layer_index * block_bytes
-        )
-    sealed = forge.reseal(record, header_size(3))
-    source = BytesSource(sealed)
-    tracemalloc.start()
-    try:
-        with pytest.raises(RecordError, match="block 0: size"):
-            RawCodec().open(KEY, source, spec)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert source.largest_read <= len(sealed)
-    assert peak < 100_000
 
 
 class Promising(BytesSource):

@@ -126,14 +126,6 @@ def test_every_plane_brings_the_kv_nearer(codec: PipelineCodec) -> None:
             cut_record(record, num_planes, num_blocks)
 
 
-def test_levels_of_one_profile_are_read_by_one_codec(profile: Profile) -> None:
-    kv = smooth_kv(SPEC, 50, seed=6)
-    fine, coarse = (PipelineCodec(profile, "", name) for name in ("4", "1"))
-    assert errors(decode(coarse, KEY, fine.encode(KEY, kv), SPEC), kv) < errors(
-        decode(fine, KEY, coarse.encode(KEY, kv), SPEC), kv
-    )
-
-
 def test_another_profile_is_refused(codec: PipelineCodec) -> None:
     other = PipelineCodec(fit(TRANSFORM, SPEC, num_chunks=8), "", "4")
     record = other.encode(KEY, smooth_kv(SPEC, 20))
@@ -226,40 +218,3 @@ def test_a_fit_whose_errors_are_not_finite_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("kvrag.codec.bands.FittedBands.pack", lambda *_: lost)
     with pytest.raises(ParameterError, match="far larger than the KV it was fitted"):
         fit(choose_codec("packed").config, SPEC)
-
-
-@pytest.mark.parametrize("in_pairs", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_rows_are_placed_as_they_are_read(in_pairs: bool, dtype: torch.dtype) -> None:
-    spec = dataclasses.replace(SPEC, dtype=dtype)
-    codec, kv = fitting_codec("packed"), smooth_kv(spec, 70, seed=5)
-    kv.keys[:, :, 40] *= 300  # kept raw
-    chunk = codec.open(KEY, BytesSource(codec.encode(KEY, kv)), spec)
-    angles = torch.rand(90, 8).repeat(1, 2)
-    table = RotaryTable(angles.cos(), angles.sin(), in_pairs=in_pairs)
-    buffers = torch.full((2, spec.num_kv_heads, 90, spec.head_dim), 7.0, dtype=dtype)
-    rows, tokens = slice(11, 56), slice(20, 65)
-    into = Destination(buffers[0, :, rows], buffers[1, :, rows], tokens, table, rows)
-    # What is read was rounded before it is turned; channels are below 32.
-    near = 1e-5 if dtype == torch.float32 else 2**-4
-    for layer_index in range(spec.num_layers):
-        keys, values = chunk.read_layer(layer_index)
-        expected = torch.empty_like(into.keys)
-        table.place(keys[:, tokens], rows, expected)
-        chunk.place_layer(layer_index, into)
-        torch.testing.assert_close(into.keys, expected, rtol=near, atol=near)
-        torch.testing.assert_close(into.values, values[:, tokens])
-    assert (buffers[:, :, :11] == 7).all()
-    assert (buffers[:, :, 56:] == 7).all()
-
-
-def test_bytes_read_grow_with_the_layers_asked_for(codec: PipelineCodec) -> None:
-    record = codec.encode(KEY, smooth_kv(SPEC, 50))
-    chunk = codec.open(KEY, BytesSource(record), SPEC)
-    header = chunk.bytes_read
-    chunk.read_layer(0)
-    one_group = chunk.bytes_read
-    chunk.read_layer(1)
-    assert chunk.bytes_read == one_group  # of the same block
-    chunk.read_layer(2)
-    assert header < one_group < chunk.bytes_read == chunk.size_bytes

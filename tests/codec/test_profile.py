@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -16,14 +15,9 @@ from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.profile import Profile, profile_hash
 from kvrag.codec.registry import codec_of, get_codec
 from kvrag.codec.tables import (
-    TOTAL,
     Exact,
     PerChannel,
     Uniform,
-    coarser,
-    digit_symbols,
-    fit_digit_frequencies,
-    fit_frequencies,
 )
 from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ParameterError, ProfileError
@@ -84,16 +78,6 @@ def test_bad_configurations(text: str, message: str) -> None:
         PipelineConfig.from_json(text)
 
 
-def test_the_basis_is_orthonormal_and_ordered() -> None:
-    transform = fit(CONFIG, SPEC).transform
-    (basis,) = transform.bases
-    identity = basis.float() @ basis.float().T
-    assert torch.allclose(identity, torch.eye(len(basis)), atol=2e-3)
-    rows = transform.analyse(0, transform.plans[0].gather(smooth_kv(SPEC, 500, 9)))
-    spread = rows.square().mean(1)
-    assert (spread[:12].min() > 20 * spread[12:].max()).item()  # 12 numbers a token make it all
-
-
 def test_fewer_tokens_than_channels() -> None:
     wide = KVSpec(8, 4, 32, torch.float32)
     profile = fit_profile(CONFIG, wide, FINGERPRINT, [smooth_kv(wide, 260)])
@@ -115,16 +99,6 @@ def test_one_chunk_will_do_but_not_a_handful_of_tokens() -> None:
         fit_profile(CONFIG, SPEC, FINGERPRINT, [])
 
 
-def test_channels_that_never_vary() -> None:
-    chunks = [random_kv(SPEC, 60, seed) for seed in range(6)]
-    for kv in chunks:
-        kv.keys[:, 0] = 0.0
-        kv.values[1] = 2.5
-    for config in CONFIGS:
-        profile = fit_profile(config, SPEC, FINGERPRINT, chunks)
-        assert all(torch.isfinite(level.distortion).all() for level in profile.levels)
-
-
 @pytest.mark.parametrize("value", [0.0, 2.5])
 def test_kv_in_which_nothing_varies(value: float) -> None:
     shape = (SPEC.num_layers, SPEC.num_kv_heads, 300, SPEC.head_dim)
@@ -134,12 +108,6 @@ def test_kv_in_which_nothing_varies(value: float) -> None:
         codec = codec_of(profile)
         found = decode(codec, KEY, codec.encode(KEY, constant), SPEC)
         assert torch.allclose(found.keys, constant.keys, atol=1e-3)
-
-
-def test_white_noise_at_few_bits() -> None:
-    config = PipelineConfig(PCA(), RateDistortion((0.5, 0.1)), Uniform(refinements=2))
-    profile = fit_profile(config, SPEC, FINGERPRINT, [random_kv(SPEC, 600)])
-    assert all(0 < level.bits < 0.7 for level in profile.levels)
 
 
 def test_chunks_all_of_whose_tokens_are_wild() -> None:
@@ -278,30 +246,6 @@ def test_a_codec_needs_a_profile_with_its_level() -> None:
         get_codec("transform:2", fit(config, SPEC))
     with pytest.raises(ParameterError, match="was fitted for transform"):
         get_codec("cachegen:2", fit(config, SPEC))
-
-
-def test_tables_sum_up_and_leave_no_hole_around_zero() -> None:
-    counts = np.zeros((4, 256), dtype=np.int64)
-    counts[0, 128] = 10**9
-    counts[1, 100:157] = 1
-    counts[2, 1:256] = 10**6
-    frequencies = fit_frequencies(counts)
-    assert (frequencies.sum(axis=1) == TOTAL).all()
-    assert (frequencies[:, 128] > 0).all()
-    assert (frequencies[2, 1:] > 0).all()
-    digits = fit_digit_frequencies(counts)
-    assert (digits.sum(axis=1) == TOTAL).all()
-    assert (digits[:, 127:130] > 0).all()
-    assert not digits[:, :127].any()
-    assert not digits[:, 130:].any()
-
-
-def test_planes_put_together_again() -> None:
-    values = torch.arange(-5000, 5001, dtype=torch.int32)
-    known = coarser(values)
-    assert ((values - 3 * known).abs() <= 1).all()
-    symbols = digit_symbols(values, known).int() - 128
-    assert torch.equal(3 * known + torch.where(known < 0, -1, 1) * symbols, values)
 
 
 def test_lossless_profile_of_zeros_and_subnormals() -> None:

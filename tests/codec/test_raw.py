@@ -19,18 +19,6 @@ class TestRawCodec(CodecContract):
         return RawCodec()
 
 
-def test_reading_copies_nothing_and_reuses_its_buffer() -> None:
-    spec = spec_of()
-    codec = RawCodec()
-    first = codec.open(KEY, BytesSource(codec.encode(KEY, random_kv(spec, 40))), spec)
-    second = codec.open(KEY, BytesSource(codec.encode(KEY, random_kv(spec, 40, seed=1))), spec)
-    keys, values = first.read_layer(0)
-    assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    assert second.read_layer(2)[0].data_ptr() == keys.data_ptr()
-
-
 def test_views_survive_a_growing_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "_scratch", raw._Scratch())
     codec = RawCodec()
@@ -41,15 +29,6 @@ def test_views_survive_a_growing_buffer(monkeypatch: pytest.MonkeyPatch) -> None
     large_chunk.read_layer(0)
     assert torch.equal(keys, small.keys[0])
     assert torch.equal(small_chunk.read_layer(1)[1], small.values[1])
-
-
-def test_many_shapes_do_not_pile_up() -> None:
-    codec = RawCodec()
-    for num_tokens in range(1, 3 * raw._MAX_VIEWS):
-        kv = random_kv(spec_of(), num_tokens)
-        chunk = codec.open(KEY, BytesSource(codec.encode(KEY, kv)), spec_of())
-        assert torch.equal(chunk.read_layer(2)[1], kv.values[2])
-    assert len(raw._scratch._views) <= raw._MAX_VIEWS
 
 
 def test_meta_tensors() -> None:

@@ -147,12 +147,6 @@ def test_the_share_that_hides_behind_loading(
     assert expected.loss == pytest.approx(0.1 - ratio / 10)
 
 
-def test_what_is_expected_counts_the_longer_and_a_layer_of_the_shorter() -> None:
-    _, found = _loading(10.0, loss=0.1, ratio=0.1)
-    assert found.load_seconds == pytest.approx(10.0)
-    assert found.seconds == pytest.approx(10.0 + 2.0 / 10)
-
-
 def test_a_policy_that_asks_first_hides_nothing_of_its_computing() -> None:
     loading = _store(0.0, 0.01)
     calibration = replace(CALIBRATION, loading=loading)
@@ -164,11 +158,6 @@ def test_a_policy_that_asks_first_hides_nothing_of_its_computing() -> None:
     assert found.load_seconds == pytest.approx(10.0)
 
 
-def test_loading_is_kept() -> None:
-    with_loading = replace(CALIBRATION, loading=_store(0.5, 0.25))
-    assert Calibration.from_json(with_loading.to_json(), "here") == with_loading
-
-
 def test_a_share_bounds_policies_that_take_none() -> None:
     """1,000 reused tokens in one chunk: 20 of them are 2 %."""
     policies = (
@@ -178,24 +167,6 @@ def test_a_share_bounds_policies_that_take_none() -> None:
     policy = LoadingController(calibration=replace(CALIBRATION, policies=policies))
     assert replace(policy, ratio=0.02).choose(PROMPT, NUM_FRESH)[0].policy == BoundaryPolicy(20)
     assert replace(policy, ratio=0.019).choose(PROMPT, NUM_FRESH)[0].policy == NonePolicy()
-
-
-def test_what_was_measured_at_a_ratio_is_made_at_it() -> None:
-    boundary = Measured("boundary", 0.1, 0.0, 0.0, 0.0)
-    policy = LoadingController(calibration=replace(CALIBRATION, policies=(boundary,)))
-    chosen = policy.choose(PROMPT, NUM_FRESH)[0].policy
-    assert chosen == BoundaryPolicy(ratio=0.1)
-    assert len(chosen.candidates(PROMPT)) == 100
-    assert planned_rows(chosen, PROMPT, NUM_FRESH) == 10 * (NUM_FRESH + 100)
-
-
-def test_where_nothing_is_off_nothing_is_expected_to_be_lost() -> None:
-    bench = Bench(KVModel(make_model(num_hidden_layers=4), make_tokenizer()))
-    policy = LoadingController(calibration=replace(CALIBRATION, policies=CALIBRATION.policies[:1]))
-    nothing = bench.fuse("Nothing stands here at all.", policy).report
-    exact = bench.fuse(bench.prompt(0), policy).report
-    assert exact.num_exact > 0
-    assert nothing.expected_loss == exact.expected_loss == 0.0
 
 
 def test_without_calibration_it_says_what_to_do() -> None:
@@ -295,13 +266,6 @@ def test_what_is_far_is_computed_and_what_is_near_is_loaded() -> None:
     assert _computed(_prompt(0, None)) == ["1"]  # not known where: at home, which is far
 
 
-def test_as_many_are_computed_as_hide_behind_the_loading_of_the_others() -> None:
-    # Alone each is quicker to load (0.9 s) than to compute (1 s); together half and half is best.
-    loading = LoadingCost("file:x", (TierCost("file:x", 0.9, 0.0),))
-    computed = _computed(_prompt(*[0] * 8), loading)
-    assert 2 <= len(computed) <= 5
-
-
 def test_what_hides_behind_computing_is_loaded_though_it_is_slower() -> None:
     # 0.6 s of computing the question hide half a second of loading; computing would take longer.
     loading = LoadingCost("file:x", (TierCost("file:x", 0.55, 0.0),))
@@ -328,16 +292,3 @@ def test_a_modified_auto_decides_as_well() -> None:
     assert (repair.policy, repair.shift) == (plain.policy, 0.5)
     # What was measured without a shift says nothing about the loss with it.
     assert (expected.loss, expected.seconds) == (None, known.seconds)
-
-
-def test_a_decision_tells_what_was_expected() -> None:
-    policies = (Measured("boundary", 0.1, 0.0, 0.0, 0.0),)
-    auto = LoadingController(calibration=replace(CALIBRATION, policies=policies, loading=TWO_TIERS))
-    prompt, records = _prompt(0, 1)
-    near, far = auto.decide(prompt, 60, records)
-    assert (near.tier, near.num_tokens, near.is_computed) == (0, 100, False)
-    assert (far.tier, far.num_tokens, far.is_computed) == (1, 100, True)
-    assert near.expected_load_seconds == pytest.approx(0.1)
-    assert far.expected_load_seconds == pytest.approx(2.5)
-    assert far.expected_compute_seconds == pytest.approx(1.0)
-    assert near.seconds is None

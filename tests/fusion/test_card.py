@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag import process
 from kvrag.codec.bands import Bands
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
@@ -51,7 +48,7 @@ from kvrag_testing.codec_contract import KEY, BytesSource, random_kv
 from tests.codec import forge
 from tests.support.codecs import fit, smooth_kv
 from tests.support.properties import examples
-from tests.support.queues import QueueDevice, Stream, use
+from tests.support.queues import QueueDevice, use
 
 
 class _Source(BytesSource):
@@ -503,63 +500,6 @@ def _loaded_hot(
     return hot, loader, seen, lost
 
 
-@pytest.mark.parametrize("room", [0, 10_000_000])
-def test_what_is_forged_is_refused_when_another_record_is_lost_before(
-    room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = _plain(2)
-    prompt = replace(
-        plain,
-        codecs={("chunk-0", ()): ("transform", 0)},
-        damage={("chunk-0", ()): (0, "forged"), ("chunk-1", ()): (4, "flipped")},
-    )
-    expected = _loaded(prompt, SpanLoader(prompt.open_kv), None)[2]
-    assert expected.keys() == prompt.damage.keys()
-    queue = QueueDevice(0)
-    use(queue, monkeypatch)
-    memory = _Memory(room, queue), _Memory(0, None)
-    assert _loaded_hot(prompt, memory, queue)[3] == expected
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("is_same", [True, False])
-def test_nothing_leaves_or_is_found_before_its_copies_are_over(
-    seed: int, is_same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = _plain(2)
-    first, second = (replace(both, spans=both.spans[n : n + 1]) for n in (0, int(not is_same)))
-    queue = QueueDevice(seed, haste=0.0)
-    use(queue, monkeypatch, num_readers=9)
-    copying: Stream = getattr(staging, "copy_stream")(None)  # noqa: B009  # the queue's
-    # Room for one of the two chunks.
-    memory = _Memory(5 * both.spec.layer_bytes_per_token * 6, None)
-    found: list[tuple[_Prompt, list[torch.Tensor]]] = []
-
-    def run(prompt: _Prompt, between: Callable[[int], None] = lambda _: None) -> None:
-        hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
-        loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
-        found.append((prompt, _loaded(prompt, loader, queue, between, finishes=False)[1]))
-        hot.close()
-        assert hot.num_found["card"] == int(is_same and len(found) == 1)
-
-    # The same chunk is asked for while it is still being copied, another one right after that.
-    run(first, lambda layer: run(second) if is_same and layer == 1 else None)
-    if not is_same:
-        queue.current().hurry()
-        copying.hurry()
-        run(second)
-    while copying.work:
-        queue.current().hurry()
-        copying.hurry(1)
-    queue.finish()
-    for prompt, seen in found:
-        _assert_same(prompt, seen)
-    assert memory.tier.counts().evictions == 0
-    if not is_same:
-        run(second)
-        assert memory.tier.counts().evictions == 1
-
-
 def _coded(name: str, num_chunks: int = 3) -> _Prompt:
     """Return such a prompt whose records a codec wrote."""
     plain = _plain(num_chunks)
@@ -661,23 +601,6 @@ def test_page_locked_memory_is_free_once_it_is_copied(
     assert pinned.tier.counts().evictions == 1
 
 
-def test_what_a_card_no_longer_decodes_is_not_taken_as_it_is_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernels may be switched off between two prompts."""
-    prompt = _coded("packed")
-    queue = QueueDevice(0)
-    use(queue, monkeypatch)
-    memories = _Memory(0, queue), _Memory(10_000_000, None)
-    for decodes in (True, False):
-        monkeypatch.setattr(staging, "can_decode", lambda *_, decodes=decodes: decodes)
-        hot, loader, seen, lost = _loaded_hot(prompt, memories, queue)
-        assert not lost
-        assert loader.num_decoded_by_host == (0 if decodes else 3)
-        _assert_same(prompt, seen)
-        assert hot.num_found["pinned"] == 0
-
-
 @pytest.mark.parametrize("is_given_up", [True, False])
 def test_records_are_open_and_on_the_card_before_the_layout(
     is_given_up: bool, monkeypatch: pytest.MonkeyPatch
@@ -756,34 +679,6 @@ def test_compressed_records_are_read_before_the_layout(
         queue.finish()
 
 
-def test_a_chunk_is_whole_only_if_all_pieces_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt may be given up between two pieces of what is read at once."""
-    prompt = _plain(1)
-    queue = QueueDevice(0, haste=0.5)
-    use(queue, monkeypatch)
-    size = prompt.spec.layer_bytes_per_token * 6
-    monkeypatch.setattr(staging, "_READ_BYTES", size)  # one layer
-    memory = _Memory(5 * size, queue)
-    for number in range(2):
-        hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
-        source = staging.Source(prompt.open_kv("chunk-0", ()), prompt.spec, torch.device("cpu"))
-        _, place = hot.take(source)
-        left = iter([True, False])
-        copied = place.bring(range(2), lambda left=left: next(left))  # type: ignore[misc]
-        assert len(copied) == 1
-        place.bring(range(2, 5), lambda: True)
-        assert not place.is_whole
-        if number == 1:
-            place.bring(range(2), lambda: True)
-            assert place.is_whole
-        hot.close()
-        queue.finish()
-    hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
-    loader = SpanLoader(prompt.open_kv, num_threads=2, hot=hot)
-    _assert_same(prompt, _loaded(prompt, loader, queue)[1])
-    assert hot.num_found["card"] == 1
-
-
 def test_copies_before_a_damaged_piece_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = replace(_plain(1), damage={("chunk-0", ()): (1, True)})
     queue = QueueDevice(0, haste=0.0)
@@ -823,20 +718,6 @@ def test_a_prompt_that_never_begins_gives_memory_back(monkeypatch: pytest.Monkey
     finally:
         gc.enable()
     assert [one._num_holders for one in memory.tier._kept.values()] == [0]
-
-
-@pytest.mark.parametrize("told", ["8000000\n", "max\n", None])
-def test_page_locked_memory_is_a_share_of_what_a_container_has(
-    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = tmp_path / "memory.max"
-    if told is not None:
-        limit.write_text(told)
-    monkeypatch.setattr(process, "_MEMORY_LIMITS", (limit,))
-    monkeypatch.setattr(staging, "free_bytes", lambda _: (1 << 30, 1 << 30))
-    _, pinned = staging.HotTiers(None, None)._make(torch.device("cuda"))
-    all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert pinned.limit_bytes == (1_000_000 if told == "8000000\n" else all_bytes // 8)
 
 
 def test_a_model_that_moved_gets_memory_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

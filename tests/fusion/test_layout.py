@@ -99,18 +99,6 @@ def test_few_tokens_are_trimmed_whatever_the_tokenizer(name, separator, most):
     assert all(max(sides) <= most for sides in num_trimmed(layout, chunks))
 
 
-def test_full_stop_merged_with_the_blank_line_is_trimmed():
-    prompt = f"Use this\n\n{A}\n\n{B}\n\nQuestion"
-    layout, chunks, _ = find_and_lay_out(get_tokenizer("newline-merging"), prompt, {"a": A, "b": B})
-    assert num_trimmed(layout, chunks) == [(0, 1), (0, 1)]
-
-
-def test_dummy_space_of_a_text_start_is_trimmed():
-    prompt = f"Use this\n\n{A}\n\n{B}"
-    layout, chunks, _ = find_and_lay_out(get_tokenizer("unigram"), prompt, {"a": A, "b": B})
-    assert [trimmed[0] for trimmed in num_trimmed(layout, chunks)] == [1, 1]
-
-
 def test_span_right_behind_the_prefix_is_exact():
     tokenizer = get_tokenizer("byte-level")
     layout, chunks, _ = find_and_lay_out(tokenizer, f"{A}\n\n{B}\n\nQ", {"a": A, "b": B}, (0,))
@@ -142,16 +130,6 @@ def test_a_part_of_the_prefix_is_counted_and_costs_a_chunk_nothing():
         (span,) = layout.spans
         assert (span.prompt_start, span.chunk_start) == (1, 0)
         assert not layout.is_exact(span)
-
-
-def test_chunk_inside_the_prefix_is_computed():
-    tokenizer = get_tokenizer("byte-level")
-    prefix_ids = tokenizer(f"{A}\n")["input_ids"]
-    layout, chunks, matches = find_and_lay_out(tokenizer, f"{A}\n\n{A}\n", {"a": A}, prefix_ids)
-    check(layout, tokenizer, f"{A}\n\n{A}\n", chunks)
-    assert len(matches) == 2
-    assert layout.misses == {MISS_TOKENS_DIFFER: 1}
-    assert [span.prompt_start for span in layout.spans] == [len(prefix_ids) + 1]
 
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
@@ -199,14 +177,6 @@ def test_tokenizer_without_offsets_is_a_plain_prefill():
     matches = [Match("a", 0, len(A), False)]
     layout = lay_out(tokens_of(A, SlowTokenizer()), matches, {"a": chunk}, (1,))
     assert layout == Layout((1, 2, 3), (), 1, True, {MISS_NO_OFFSETS: 1}, chunk_ids=("a",))
-
-
-@pytest.mark.parametrize("add_special_tokens", [True, False])
-def test_empty_prompt(add_special_tokens):
-    tokens = tokens_of("", get_tokenizer("byte-level"), add_special_tokens)
-    layout = lay_out(tokens, [], {}, (0,))
-    assert layout.token_ids == ((0,) if add_special_tokens else ())
-    assert layout.spans == ()
 
 
 # --- properties -------------------------------------------------------------------------------

@@ -131,28 +131,6 @@ def test_link_only_forward_equals_the_masked_full_prefill(family: str) -> None:
     assert relative_difference(fused.logits, without) > 1e-3
 
 
-@pytest.mark.parametrize("order", [(0,), (1, 1, 0)])
-def test_the_oracle_holds_of_one_chunk_and_of_chunks_twice(
-    bench: Bench, order: tuple[int, ...]
-) -> None:
-    links = make_links(bench.model, num_links=1)
-    prompt = bench.prompt(*order)
-    fused = fuse_linked(bench, prompt, NonePolicy(), links)
-    assert relative_difference(fused.logits, masked_prefill(bench, prompt, links)) < 1e-4
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_ratio_one_equals_the_full_prefill_of_the_linked_sequence(family: str) -> None:
-    bench = Bench(KVModel(make_model(family), make_tokenizer()))
-    links = make_links(bench.model)
-    prompt = bench.prompt(*ORDER)
-    fused = fuse_linked(bench, prompt, make_repair("deviation", ratio=1.0), links)
-    layout = replace(insert_links(bench.lay_out(prompt), links.header), spans=())
-    buffer = FusedKV(bench.model.spec, len(layout.token_ids), len(layout.token_ids))
-    expected = fuse(bench.model, layout, bench.open_kv, NonePolicy(), buffer, links.on(bench.model))
-    assert relative_difference(fused.logits, expected.logits) < 1e-4
-
-
 @pytest.mark.parametrize("policy", ["none", "boundary", "deviation", "gradual", "query", "seam"])
 @pytest.mark.parametrize("way", ["embeddings", "adapter"])
 def test_links_combine_with_every_policy(bench: Bench, policy: str, way: str) -> None:
@@ -194,19 +172,6 @@ def test_an_adapter_of_zeros_changes_nothing_and_others_change_fresh_rows_only(
     assert torch.equal(
         bench.fuse(prompt, NonePolicy()).logits, bench.fuse(prompt, NonePolicy()).logits
     )
-
-
-def test_a_lost_chunk_keeps_its_links(bench: Bench) -> None:
-    links = make_links(bench.model)
-    layout = insert_links(bench.lay_out(bench.prompt(*ORDER)), links.header)
-    buffer = FusedKV(bench.model.spec, len(layout.token_ids), len(layout.token_ids))
-
-    def open_kv(chunk_id: str, context_ids: tuple[int, ...]) -> Any:
-        return None if chunk_id == "chunk-3" else bench.open_kv(chunk_id, context_ids)
-
-    fused = fuse(bench.model, layout, open_kv, NonePolicy(), buffer, links.on(bench.model))
-    assert fused.report.num_links == 14
-    assert fused.report.misses == {"KV not in the store": 1}
 
 
 # -- layout -----------------------------------------------------------------------------------
@@ -254,12 +219,6 @@ def test_chunks_past_the_last_go_without_and_are_counted() -> None:
     linked = insert_links(LAYOUT, header(1, max_documents=1))
     assert [link.row for link in linked.links] == [1, 0, 2]
     assert linked.num_unlinked == 1
-
-
-def test_no_links_or_no_chunks_change_nothing() -> None:
-    assert insert_links(LAYOUT, header(0)) is LAYOUT
-    bare = replace(LAYOUT, spans=())
-    assert insert_links(bare, header(5)) is bare
 
 
 # -- files ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrag.fusion.controller import LoadingController, Measured, make_choice
+from kvrag.fusion.controller import LoadingController, Measured
 from kvrag.fusion.layout import LinkRow
 from kvrag.fusion.plan import FusePlan, Loading, plan_fusion
 from kvrag.fusion.policies.base import NonePolicy
@@ -82,11 +82,3 @@ def test_a_controller_says_what_is_computed_before_anything_is_opened(bench: Ben
     assert plan.misses == {}
     assert plan.question_start == plan.layout.spans[-1].prompt_end
     assert plan.expected.seconds is not None
-
-
-def test_rows_are_counted_before_anything_is_computed(bench: Bench) -> None:
-    choice = make_choice("boundary", ratio=0.3)
-    plan = planned(bench, choice)
-    report = bench.fuse(bench.prompt(*ORDER), choice).report
-    assert plan.num_planned_rows(plan.spans) == sum(report.rows_by_layer)
-    assert plan.num_planned_rows(()) == 4 * report.num_tokens

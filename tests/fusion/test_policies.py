@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -12,10 +11,7 @@ import torch
 
 from kvrag.errors import ParameterError
 from kvrag.fusion.controller import (
-    Calibration,
-    Cost,
     LoadingController,
-    Measured,
     make_choice,
     takes_ratio,
 )
@@ -27,7 +23,6 @@ from kvrag.fusion.policies.base import (
     NonePolicy,
     PromptRows,
     RecomputePolicy,
-    share_of,
 )
 from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy, GradualPolicy
@@ -39,7 +34,6 @@ from kvrag.fusion.selection import QuestionAttention
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import Attending, RowPass
-from kvrag_bench.quality.oracle import OraclePolicy, TrueDeviation
 from kvrag_testing.baselines import RandomPolicy, SeamPolicy
 from kvrag_testing.bench_top import Bench, relative_difference
 from kvrag_testing.policy_contract import PolicyContract
@@ -199,23 +193,6 @@ def test_the_mean_over_layers_is_the_ratio(
     assert [num_again + count for count in counts] == list(report.rows_by_layer)
 
 
-def test_gradual_narrows_from_layer_to_layer(bench: Bench) -> None:
-    fused = bench.fuse(bench.prompt(2, 0, 3, 1), GradualPolicy(ratio=0.4, spread=1.0))
-    sets = [set(picks.tolist()) for picks in fused.picks]
-    assert all(later < earlier for earlier, later in pairwise(sets))
-
-
-@pytest.mark.parametrize("ratio", [0.01, 0.15, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("num_layers", [2, 3, 5, 24])
-def test_gradual_counts(ratio: float, num_layers: int) -> None:
-    prompt = PromptRows(60, num_layers, SPANS)
-    first, *counts = GradualPolicy(ratio=ratio, spread=0.7).counts(prompt) or ()
-    assert first == NUM_REUSED
-    assert counts == sorted(counts, reverse=True)
-    assert max(counts) <= NUM_REUSED
-    assert sum(counts) == share_of(ratio, NUM_REUSED * (num_layers - 1))
-
-
 @pytest.mark.parametrize(("on", "picked"), [("k", [0, 2]), ("v", [1, 3]), ("kv", [1, 2])])
 def test_deviation_scores_what_it_is_told_to(on: str, picked: list[int]) -> None:
     keys = torch.tensor([9.0, 3.0, 8.0, 0.0])
@@ -299,10 +276,6 @@ def test_seam_takes_both_ends_of_each_chunk() -> None:
     assert len(SeamPolicy(tokens=1000).candidates(PROMPT)) == NUM_REUSED
 
 
-def test_boundary_is_the_head_of_a_seam() -> None:
-    assert BoundaryPolicy(tokens=2).candidates(PROMPT).tolist() == [3, 4, 15, 20, 21]
-
-
 def test_a_ratio_is_taken_where_the_spec_leaves_it_open() -> None:
     assert takes_ratio("query:depth=1")
     assert takes_ratio("boundary")
@@ -311,26 +284,6 @@ def test_a_ratio_is_taken_where_the_spec_leaves_it_open() -> None:
     assert not takes_ratio("boundary:tokens=4")
     with pytest.raises(ParameterError, match="unknown policy 'best'"):
         takes_ratio("best")
-
-
-def test_one_row_in_one_layer_is_counted(bench: Bench) -> None:
-    fused = bench.fuse(bench.prompt(2, 0, 3, 1), GradualPolicy(ratio=1e-9))
-    assert [len(picks) for picks in fused.picks[1:]] == [1, 0, 0]
-    assert fused.report.num_recomputed == 1
-
-
-def test_random_draws_by_its_seed() -> None:
-    first = RandomPolicy(ratio=0.5).candidates(PROMPT).tolist()
-    assert first == RandomPolicy(ratio=0.5).candidates(PROMPT).tolist()
-    assert first != RandomPolicy(ratio=0.5, seed=1).candidates(PROMPT).tolist()
-    assert len(first) == 21
-
-
-def test_the_oracle_takes_the_truly_furthest() -> None:
-    keys = torch.zeros(6, 60)
-    keys[2, [4, 15, 2, 30]] = torch.tensor([1.0, 3.0, 9.0, 2.0])  # 2 is not reused
-    policy = OraclePolicy(2 / NUM_REUSED, TrueDeviation(keys, torch.zeros(6, 60)))
-    assert policy.candidates(PROMPT).tolist() == [15, 30]
 
 
 @dataclass(frozen=True, eq=False)
@@ -367,27 +320,6 @@ def test_a_look_that_ends_early_keeps_the_question_for_some_layers(bench: Bench)
     for layer, (keys, others) in enumerate(zip(fused.kv.keys, plain.kv.keys, strict=True)):
         kept = torch.allclose(keys[0][:, question], others[0][:, question], atol=1e-6)
         assert kept == (layer < 2)  # the second layer's inputs are those of the look
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
-def test_the_last_look_leaves_the_layer_after_its_attention(family: str) -> None:
-    model = KVModel(make_model(family), make_tokenizer())
-    rows = torch.arange(40)
-    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for stops in (False, True):
-        fused = FusedKV(model.spec, 40, 40)
-        attention = QuestionAttention(torch.arange(5, 30), 33, range(1))
-        attending = Attending(attention.observer_of(0), stops=stops)
-        with model.computing_rows():
-            hidden = model.embed(rows)
-            before = hidden.clone()
-            of = RowPass(rows, fused, model.tables(40))
-            model.rows.forward(0, hidden, of, attending=attending)
-        # Families that attend in their own code run the whole layer.
-        unchanged = stops and not model.family.attends_itself
-        assert torch.equal(hidden, before) == unchanged
-        seen.append((attention.relevance, fused.keys[0], fused.values[0]))
-    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2"])
@@ -438,43 +370,3 @@ def test_what_a_report_says_can_be_asked_for(spec: str) -> None:
     assert make_choice(str(policy)) == policy
     assert str(make_choice(str(policy))) == str(policy)
     takes_ratio(str(policy))
-
-
-def test_a_report_does_not_spell_a_calibration_out() -> None:
-    measured = Calibration(
-        model_fingerprint="f",
-        data="d",
-        measure="exact match",
-        num_questions=1,
-        policies=(Measured("none", None, 0.5, 0.4, 0.6), Measured("query", 0.1, 0.0, 0.0, 0.1)),
-        cost=Cost(0.0, 1e-3, 0.0),
-    )
-    policy = LoadingController(ratio=0.2, calibration=measured)
-    assert str(policy) == "auto(ratio=0.2, loss=0.01)"
-    assert make_choice(str(policy)) == replace(policy, calibration=None)
-    # What it resolves to is what a report names.
-    chosen, _ = policy.choose(PROMPT, 5)
-    assert make_choice(str(chosen)) == chosen
-
-
-@pytest.mark.parametrize(
-    "spec", ["query()", "query(", "query(ratio=0.1", "(ratio=1)", "query)x=1("]
-)
-def test_half_a_report_is_no_policy(spec: str) -> None:
-    with pytest.raises(ParameterError):
-        make_choice(spec)
-
-
-def test_work_counts_what_is_computed_only_to_choose() -> None:
-    bench = Bench(KVModel(make_model(), make_tokenizer()))
-    prompt = bench.prompt(2, 0, 3, 1)
-    shares = {}
-    for name in ("boundary", "deviation"):
-        report = bench.fuse(prompt, make_repair(name, ratio=0.2).policy).report
-        found = report.num_reused + report.num_recomputed
-        expected = {"boundary": 0, "deviation": found}[name]
-        assert report.rows_compared == expected, name
-        rows = sum(report.rows_by_layer) + expected
-        shares[name] = report.work_share
-        assert shares[name] == rows / (len(report.rows_by_layer) * report.num_tokens)
-    assert shares["boundary"] == min(shares.values())

@@ -49,14 +49,3 @@ def test_a_last_token_that_the_next_text_changed() -> None:
         [BOS, A, B, C, D, DOT_LINES, 12, 13], [ReusedSpan("c", 1, 0, 4)], [0, 1, 2, 3, DOT]
     )
     assert found == [(0, 1, r.PREFIX), (5, 6, r.BORDER), (6, 8, r.ABSENT)]
-
-
-def test_short_runs_and_the_rest() -> None:
-    runs = [r.Run("other", 2, 5, 0, 3)]
-    assert reasons([BOS, A, B, C, D, 4, 5], [], [0], runs) == [
-        (0, 1, r.PREFIX),
-        (1, 2, r.ABSENT),
-        (2, 5, r.SHORT),
-        (5, 7, r.ABSENT),
-    ]
-    assert r.counted([r.Stretch(0, 2, r.ABSENT), r.Stretch(4, 5, r.ABSENT)]) == {r.ABSENT: 3}

@@ -95,14 +95,3 @@ def test_hints_decide_what_the_prompt_does_not() -> None:
     assert chosen(hints=["a1", "b1"]) is None
     assert chosen(FIRST_A, hints=["b1"]) == A
     assert chosen(LATER_A, LATER_B, hints=["b1"]) == B
-
-
-def test_where_not_all_chunks_are_known_only_hints_count() -> None:
-    text = found(*DOCUMENT.chunks, has_more=True)
-    nowhere = [FIRST_A, text]
-    assert choose_records([LATER_A, text], lambda *_: False)[1] is None
-    assert choose_records(nowhere, lambda *_: False)[1] is None
-    assert choose_records(nowhere, lambda *_: False, ["a1"])[1] == (text.chunks[0], A)
-    assert choose_records(nowhere, lambda _, ids: ids == B)[1] == (text.chunks[1], B)
-    one = found(chunk("a", 1, A), has_more=True)
-    assert choose_records([one], lambda *_: False) == [None]

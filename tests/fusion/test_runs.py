@@ -106,29 +106,6 @@ def test_fingerprints_name_every_chunk_that_shares_a_long_run(case):
             assert row in rows
 
 
-def test_a_table_in_one_go_has_what_one_made_in_steps_has():
-    random = np.random.default_rng(3)
-    chunks = [(row, random.integers(0, 9000, 40 + row).astype(np.int32)) for row in range(300)]
-    hashes = np.unique(r.window_minima(r.ngram_hashes(np.concatenate([one for _, one in chunks]))))
-    at_once = r.Fingerprints().with_chunks(chunks)
-    steps = r.Fingerprints()
-    for one in chunks:
-        steps = steps.with_chunks([one])
-    assert steps.size_bytes == at_once.size_bytes
-    pairs = [sorted(zip(*table.look_up(hashes, 9), strict=True)) for table in (at_once, steps)]
-    assert pairs[0] == pairs[1]
-    assert {row for _, row in pairs[0]} == set(range(300))
-
-
-def test_a_table_with_more_chunks_leaves_the_old_one_as_it_was():
-    chunk = np.arange(100, dtype=np.int32)
-    empty = r.Fingerprints()
-    assert empty.with_chunks([(0, chunk)]).size_bytes > 0
-    assert empty.size_bytes == 0
-    assert empty.with_chunks([(0, chunk[: r.MIN_RUN - 1])]).size_bytes == 0
-    assert empty.with_chunks([(0, chunk[: r.MIN_RUN])]).size_bytes == 8
-
-
 def test_a_hash_of_very_many_chunks_names_only_some():
     chunk = np.arange(100, dtype=np.int32)
     table = r.Fingerprints().with_chunks((row, chunk) for row in range(50))
@@ -156,12 +133,6 @@ def test_least_length(length, is_found):
     chunk = np.arange(100, 200, dtype=np.int32)
     prompt = np.concatenate([ids(1, 2), chunk[20 : 20 + length], ids(3, 4)])
     assert bool(found(prompt, {"a": chunk})) is is_found
-
-
-def test_runs_end_where_the_gap_ends():
-    chunk = np.arange(100, 200, dtype=np.int32)
-    (run,) = found(chunk, {"a": chunk}, [(0, 5), (10, 60), (70, 90)])[:1]
-    assert (run.start, run.end, run.offset) == (10, 60, 10)
 
 
 def test_short_runs_count_together_only_with_the_same_words_between():

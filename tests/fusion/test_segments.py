@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import unicodedata
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,18 +38,6 @@ def check(prompt: str, matches: list[Match], corpus: dict[str, str]) -> None:
 # --- examples ---------------------------------------------------------------------------------
 
 
-def test_find_in_an_empty_prompt_or_with_nothing_known():
-    assert make_matcher({"a": A}).find("") == []
-    assert ChunkMatcher().find(A) == []
-
-
-def test_chunks_that_touch_are_both_found():
-    assert make_matcher({"a": A, "b": B}).find(A + B) == [
-        Match("a", 0, len(A), False),
-        Match("b", len(A), len(A + B), False),
-    ]
-
-
 def test_text_is_normalised_when_added_but_the_prompt_is_not():
     matcher = make_matcher({"a": "  Caf\u0065\u0301 by the harbour of Varn,\r\nopen at noon. \n"})
     assert len(matcher.find("> Caf\u00e9 by the harbour of Varn,\nopen at noon.")) == 1
@@ -66,11 +52,6 @@ def test_crlf_prompt_matches_up_to_the_line_end_and_offsets_behind_it_hold():
     assert matches == [Match("a", 0, line_end, True), Match("b", start, start + len(B), False)]
 
 
-def test_decomposed_prompt_does_not_match_beyond_the_first_accent():
-    text = "À " + A
-    assert make_matcher({"a": text}).find(unicodedata.normalize("NFD", text)) == []
-
-
 def test_min_prefix_length_is_a_parameter():
     assert make_matcher({"b": B}, min_prefix_length=40).find(B[:40]) == [Match("b", 0, 40, True)]
     with pytest.raises(ParameterError, match="at least 32"):
@@ -83,12 +64,6 @@ def test_contained_chunk_does_not_break_the_longer_one():
     # Nor when the longer one is cut.
     assert make_matcher(texts).find(A[:-5]) == [Match("head", 0, 40, False)]
     assert make_matcher({**texts, "head": ""}).find(A[:-5]) == [Match("a", 0, len(A) - 5, True)]
-
-
-def test_contained_chunk_far_inside_a_cut_one_does_not_break_it():
-    longer = f"{A} {B}"
-    matcher = make_matcher({"longer": longer, "inner": B[:50]})
-    assert matcher.find(longer[:-1]) == [Match("longer", 0, len(longer) - 1, True)]
 
 
 def test_cut_chunk_that_goes_on_far_beyond_a_whole_one_wins():
@@ -113,26 +88,6 @@ def test_cut_chunk_gives_way_to_the_chunk_behind_it():
     ]
 
 
-def test_cut_chunk_too_short_once_it_gave_way_is_dropped():
-    cut = "Once more: " + B[:60] + " and so on"
-    prompt = "Once more: " + B
-    assert make_matcher({"a": cut, "b": B}).find(prompt) == [Match("b", 11, len(prompt), False)]
-
-
-def test_cut_chunk_gives_way_to_a_smaller_one_that_is_whole():
-    whole = B[:45]
-    cut = A[:40] + whole[:35] + "..."
-    prompt = A[:40] + whole
-    assert make_matcher({"a": cut, "b": whole}).find(prompt) == [Match("b", 40, 85, False)]
-
-
-def test_cut_chunk_stays_where_giving_way_would_leave_less_than_the_whole_one():
-    prompt = f"{A} {B} Question"
-    texts = {"a": A, "longer": f"{A} {B} Answer", "across": f"{A[50:]} {B} Question"}
-    end = len(A) + 1 + len(B) + 1
-    assert make_matcher(texts).find(prompt) == [Match("longer", 0, end, True)]
-
-
 def test_equal_texts_report_the_hinted_chunk():
     matcher = make_matcher({"first": A, "second": A})
     assert matcher.find(A)[0].chunk_id == "first"
@@ -148,13 +103,6 @@ def test_hint_finds_a_cut_chunk_among_very_many_that_begin_alike():
     prompt = texts["77"][:-10]
     assert matcher.find(prompt, ["77"]) == [Match("77", 0, len(prompt), True)]
     assert matcher.find(texts["77"]) == [Match("77", 0, len(prompt) + 10, False)]
-
-
-def test_short_chunks_fill_what_longer_ones_leave():
-    prompt = f"{SHORT} {A} {SHORT}"
-    matches = make_matcher({"a": A, "s": SHORT, "tiny": "it."}).find(prompt)
-    assert [m.chunk_id for m in matches] == ["s", "a", "s"]
-    check(prompt, matches, {"a": A, "s": SHORT})
 
 
 def test_add_replaces_and_discard_forgets():
@@ -187,15 +135,6 @@ def test_texts_are_fetched_only_for_what_is_found():
     texts["b"] = A
     assert [m.chunk_id for m in after.find(f"- {A}\n- {B}", ["b"])] == ["b"]
     assert asked[1:] == ["b"]
-
-
-def test_no_more_texts_are_kept_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(segments, "_KEPT_CHARACTERS", len(A) + len(B) - 1)
-    texts, asked = {"a": A, "b": B}, []
-    matcher = make_matcher(texts, fetch_text=lambda one: asked.append(one) or texts[one])
-    for prompt in (A, A, B, B, A):
-        assert len(matcher.find(prompt)) == 1
-    assert asked == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("now", [None, B])
@@ -285,17 +224,6 @@ def test_whole_chunks_are_those_of_a_naive_search(texts, pieces):
     prompt = "".join(p if isinstance(p, str) else texts[p % len(texts)] for p in pieces)
     matches = make_matcher(corpus, min_prefix_length=1000).find(prompt)
     assert [(m.start, m.end) for m in matches] == search_naively(prompt, corpus)
-
-
-@settings(max_examples=examples(150), derandomize=True)
-@given(st.data())
-def test_any_text_around_and_between(data):
-    corpus = data.draw(corpora())
-    piece = st.one_of(st.sampled_from(sorted(corpus.values())), st.text(max_size=5))
-    joint = st.sampled_from(("", " ", "\n", "\u0301", "\u200d", "\r\n"))
-    pieces = data.draw(st.lists(st.tuples(piece, st.integers(0, 300), joint), max_size=8))
-    prompt = "".join(text[:length] + end for text, length, end in pieces)
-    check(prompt, make_matcher(corpus).find(prompt), corpus)
 
 
 def test_find_all_tells_chunks_that_others_cover() -> None:

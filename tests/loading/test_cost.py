@@ -9,13 +9,6 @@ from kvrag.loading.cost import LoadingCost, TierCost, pipelined_seconds
 from kvrag.loading.pace import fit_prices
 
 
-def test_what_loading_costs() -> None:
-    cost = TierCost("memory:", 0.01, 0.001)
-    assert cost.of(2000, 5) == pytest.approx(2.05)
-    assert cost.of(100) == pytest.approx(0.11)
-    assert cost.of(0, 0) == 0.0
-
-
 def test_where_it_is_not_known_where_a_record_is_it_is_at_home() -> None:
     near, far = TierCost("memory:", 0.0, 0.1), TierCost("file:x", 0.0, 0.2)
     cost = LoadingCost("tiered:memory:|file:x", (near, far))

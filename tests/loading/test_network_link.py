@@ -77,32 +77,6 @@ def test_who_shares_it() -> None:
     assert link.state.num_sharing(0) == 1
 
 
-def test_counts() -> None:
-    link = NetworkLink()
-    link.count({"text": 2, "1/3": 1}, True)
-    link.count({"1/3": 1}, False)
-    assert link.counts() == {
-        "levels": {"text": 2, "1/3": 2},
-        "deadlines": {"met": 1, "missed": 1},
-    }
-
-
-def test_a_pace_is_a_line() -> None:
-    pace = Pace()
-    assert pace.seconds(100) is None
-    for amount in (100.0, 1000.0, 5000.0):
-        pace.observe(amount, 0.1 + 0.001 * amount)
-    assert pace.seconds(2000) == pytest.approx(2.1)
-
-
-def test_of_one_amount_nothing_is_constant() -> None:
-    pace = Pace()
-    for amount in (100.0, 110.0):
-        pace.observe(amount, 0.1)
-    found = pace.seconds(1000)
-    assert 0.85 < found < 1.1
-
-
 def test_what_is_reserved_is_what_nearly_all_kept_to() -> None:
     pace = Pace()
     for number in range(20):

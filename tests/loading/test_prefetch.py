@@ -47,15 +47,6 @@ def test_lanes_run_together_and_each_in_order(num_threads: int) -> None:
     assert work.most_running == min(num_threads, 3)
 
 
-def test_one_thread_brings_the_lowest_layer_first() -> None:
-    work = Recorder()
-    work.gate.release(100)
-    prefetch = LayerPrefetch(3, 2, work, num_threads=1)
-    prefetch.drain()
-    prefetch.close()
-    assert work.brought == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
-
-
 def test_a_quarter_of_the_layers_is_brought_ahead() -> None:
     work = Recorder()
     work.gate.release(100)
@@ -70,15 +61,6 @@ def test_a_quarter_of_the_layers_is_brought_ahead() -> None:
     assert not prefetch.drain()
     prefetch.close()
     assert len(work.brought) == 2 * 16
-
-
-def test_closing_does_not_wait_for_what_may_not_begin_yet() -> None:
-    work = Recorder()
-    work.gate.release(100)
-    prefetch = LayerPrefetch(1, 16, work, num_threads=3)
-    wait_until(lambda: len(work.brought) == 5)
-    prefetch.close()
-    assert len(work.brought) == 5
 
 
 def test_who_may_not_go_on_leaves_the_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +139,6 @@ def test_closing_lets_nothing_begin_and_waits_for_what_has_begun() -> None:
     assert work.running == 0
 
 
-def test_busy_seconds_leave_out_when_nothing_is_at_work() -> None:
-    prefetch = LayerPrefetch(2, 3, lambda *_: time.sleep(0.02), num_threads=2)
-    prefetch.drain()
-    busy = prefetch.busy_seconds
-    assert busy >= 0.06
-    time.sleep(0.05)
-    assert prefetch.busy_seconds == busy
-    prefetch.close()
-
-
 def test_threads_have_the_modes_of_the_caller() -> None:
     modes: list[tuple[bool, bool]] = []
 
@@ -179,10 +151,3 @@ def test_threads_have_the_modes_of_the_caller() -> None:
             prefetch.drain()
             prefetch.close()
     assert modes == [(False, False), (True, False)]
-
-
-def test_nothing_to_bring() -> None:
-    prefetch = LayerPrefetch(0, 3, Recorder(), num_threads=2)
-    assert not prefetch.wait(2)
-    assert not prefetch.drain()
-    prefetch.close()

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.loading.stream_plan import TEXT, LinkState, Step, StreamPlan
-from kvrag_bench.stream.plans import best_levels, given_plan
 from kvrag_bench.stream.trace import Trace, constant, random_trace
 from tests.support.properties import examples
 
@@ -122,21 +121,10 @@ def test_on_a_link_that_changes(sizes: list[Planes], seed: int, deadline: float)
         assert found.loss >= best - 1e-9
 
 
-def test_short_contexts_are_computed() -> None:
-    sizes = [(1000, 1000)] * 3
-    found = simulate(sizes, constant(1e9), 1.0, 1e9, 0.1)
-    assert found.plan.num_planes == [TEXT] * 3
-
-
 def test_nothing_is_computed_where_that_is_not_known() -> None:
     plan = StreamPlan([(1000, 1000)] * 2, lambda chosen: None)
     step = plan.next(10.0, LinkState(1e6))
     assert step == Step(0, 2, pytest.approx(0.002), is_needed=True)  # type: ignore[arg-type]
-
-
-def test_of_an_unknown_link_little_is_asked_first() -> None:
-    plan = StreamPlan([(1000, 1000)] * 2, lambda chosen: None)
-    assert plan.next(10.0, LinkState(None)) == Step(0, 1, None, is_needed=True)
 
 
 def test_a_slow_link_is_measured_before_it_is_given_up() -> None:
@@ -162,52 +150,3 @@ def test_requests_that_share_the_link() -> None:
     assert (alone.num_planes, alone.expected_seconds) == (2, pytest.approx(0.02))
     # 2 x 3 + 2 chunks of 10 or 20 kB: 80 ms fit a quarter of the time left, 160 do not.
     assert (shared.num_planes, shared.expected_seconds) == (1, pytest.approx(0.03))
-
-
-def test_lost_chunks_are_reckoned_with() -> None:
-    plan = StreamPlan([(1000,)] * 3, lambda chosen: 0.1 * len(chosen))
-    plan.lose(0)
-    assert plan.computed == {0}
-    assert plan.tail_seconds() == pytest.approx(0.1)
-    assert plan.undecided == [1, 2]
-
-
-def test_a_given_plan_is_kept_to() -> None:
-    plan = given_plan([2, TEXT, 1])([(1, 1)] * 3, lambda chosen: 0.0)
-    taken = []
-    while (step := plan.next(0.0, LinkState(None))) is not None:
-        plan.done(step)
-        taken.append(step.num_planes)
-    assert taken == [2, TEXT, 1]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_oracle_is_the_best_of_all(seed: int) -> None:
-    trace = random_trace(seed, 0.05, 30_000.0)
-    sizes = [(10_000, 10_000, 10_000)] * 3
-    quality = [1.0, *(1.0 - 3.0**-p for p in (1, 2, 3))]
-
-    def tail(num_text: int) -> float:
-        return TAIL_SECONDS + 0.3 * num_text
-
-    levels = best_levels(trace, [1e4, 2e4, 3e4], quality, 3, 0.6, 0.0, tail)
-    num_bytes = 1e4 * sum(levels)
-    done = trace.finish(0.0, num_bytes) if num_bytes else 0.0
-    best = best_loss(sizes, trace, 0.6, 0.3)
-    if best is None:
-        assert done + tail(levels.count(TEXT)) > 0.6
-    else:
-        assert sum(0.0 if p == TEXT else 3.0**-p for p in levels) == pytest.approx(best)
-        assert done + tail(levels.count(TEXT)) <= 0.6
-
-
-def test_traces() -> None:
-    trace = Trace((100.0, 10.0), 1.0)
-    assert trace.finish(0.0, 50.0) == 0.5
-    assert trace.finish(0.5, 55.0) == pytest.approx(1.5)
-    assert trace.finish(0.0, 110.0) == pytest.approx(2.0)
-    assert trace.finish(0.0, 160.0) == pytest.approx(2.5)
-    rates = random_trace(3, 0.1, 1.0).rates
-    assert random_trace(3, 0.1, 1.0).rates == rates != random_trace(4, 0.1, 1.0).rates
-    assert 0.1 <= min(rates) < 0.15
-    assert 7.0 < max(rates) <= 10.0

@@ -57,21 +57,6 @@ def test_an_exception_comes_when_all_that_has_begun_has_ended(broken: int) -> No
     assert running == []
 
 
-def test_a_thread_is_used_again() -> None:
-    # Those that other tests have left idle are used in turn: what counts is how many are added.
-    before = _num_threads()
-    for _ in range(10):
-        started = threads.start(lambda: None)
-        started.result()
-        threads.end([started])
-        time.sleep(0.002)
-    assert 0 < _num_threads() < before + 10
-
-
-def _num_threads() -> int:
-    return sum(thread.name.startswith("kvrag-load") for thread in threading.enumerate())
-
-
 def test_where_no_thread_is_to_be_had_the_caller_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is about to end, and a thread of the user's still answers."""
     pool = ThreadPoolExecutor(1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvrag.codec.config import LayerGroups, PipelineConfig
+from kvrag.codec.config import LayerGroups, PipelineConfig, Transform
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pca import PCA
 from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.tables import Uniform
-from kvrag.codec.transforms import NoTransform, Transform
+from kvrag.codec.transforms import NoTransform
 from kvrag_bench.codec.curves import TARGETS, bits_at
 from kvrag_bench.codec.presets import NO_MODEL
 from kvrag_bench.codec.records import bytes_per_token, measure_codec

@@ -156,8 +156,8 @@ def _pipeline_entropy(coder: LevelCoder, chunk: PipelineChunk, num_blocks: int) 
             known.insert(0, coarser(known[0]))
         classes = coder.classes(block)
         n = coder.level.planes[0].num_rows[block]
-        symbols = to_symbols(known[0][:n], coder.level.planes[0].frequencies, classes[:n])
-        bits += ideal_bits(coder.models[0], symbols.symbols, classes[:n])
+        symbols, _ = to_symbols(known[0][:n], coder.level.planes[0].frequencies, classes[:n])
+        bits += ideal_bits(coder.models[0], symbols, classes[:n])
         for number in range(1, num_planes):
             n = coder.level.planes[number].num_rows[block]
             before = known[number - 1][:n]
@@ -179,8 +179,8 @@ def _lossless_entropy(coder: LevelCoder, kv: ChunkKV) -> float:
         centres, _ = split(coder.level.steps[block].to(dtype))
         classes = coder.classes(block)
         frequencies = coder.level.planes[0].frequencies
-        symbols = to_symbols(exponents - centres[:, None], frequencies, classes)
-        bits += ideal_bits(coder.models[0], symbols.symbols, classes)
+        symbols, _ = to_symbols(exponents - centres[:, None], frequencies, classes)
+        bits += ideal_bits(coder.models[0], symbols, classes)
         bits += rest.numel() * rest_bits(dtype)
     return bits
 
