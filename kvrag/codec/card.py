@@ -240,26 +240,26 @@ class CardDecoding:
         work = _Work(layers, self._whole, self._heads, num_planes)
         for one in read:
             work.add(one, self._levels[one.number], self._num_tokens[one.number])
-        tables = work.tables()
+        rows = np.concatenate([np.empty((0, 14), np.int64), *work.rows])
+        tables = {name: np.array(lines, np.int64) for name, lines in work.lines.items()}
+        tables["rows"] = rows
         # Kernels take addresses that are multiples of 16, or are compiled again.
-        padded = [np.pad(one.ravel(), (0, one.size % 2)) for one in tables]
+        padded = [np.pad(one.ravel(), (0, one.size % 2)) for one in tables.values()]
         numbers = upload(torch.from_numpy(np.concatenate(padded)))
-        pieces = torch.split(numbers, [*map(len, padded)])
-        jobs = {
-            name: piece[: table.size]
-            for name, piece, table in zip(work.names(), pieces, tables, strict=True)
-        }
+        pieces = zip(tables, torch.split(numbers, [*map(len, padded)]), strict=True)
+        jobs = {name: piece[: tables[name].size] for name, piece in pieces}
         made = torch.empty(work.num_numbers, dtype=torch.int16, device=self._device)
-        counts = torch.empty(
-            sum(map(len, work.streams[:1])), dtype=torch.int32, device=self._device
-        )
+        num_streams = len(work.lines.get("plane 0", ()))
+        counts = torch.empty(num_streams, dtype=torch.int32, device=self._device)
         bits, found = payload.view(torch.int16), (made, self.flags, counts)
-        for plane, streams in enumerate(work.streams):
+        for plane in range(num_planes):
             where = bits, jobs[f"plane {plane}"]
-            self._start("rans", (len(streams),), *where, *found, REFINES=int(plane > 0))
-            if not plane and work.escapes:
-                self._start("escapes", (len(work.escapes),), bits, jobs["escapes"], *found)
-        for sums, entries in enumerate(work.entries):
+            num_streams = len(work.lines[f"plane {plane}"])
+            self._start("rans", (num_streams,), *where, *found, REFINES=int(plane > 0))
+            if not plane and (escapes := work.lines["escapes"]):
+                self._start("escapes", (len(escapes),), bits, jobs["escapes"], *found)
+        for sums in range(2):
+            entries = work.lines[f"entries {sums}"]
             constants = _constants(spec, sums)
             tile = tiled.tiling_of("synthesise", self._device, **constants)["BT"]
             longest = max((entry[2] for entry in entries), default=0)
@@ -273,18 +273,14 @@ class CardDecoding:
             most = max(
                 num * -(-width // tiling["WIDTH"]) for num, width in (o.shape for o in bands)
             )
-            grid = sum(map(len, work.rows)), most, -(-work.most_tokens // tiling["BT"])
+            grid = len(rows), most, -(-work.most_tokens // tiling["BT"])
             constant = jobs["rows"], bands[0].levels, bands[0].powers
             self._start("unpack", grid, payload, *constant, read[0].into, spec.head_dim)
-        if work.kept:
-            self._start("kept", (len(work.kept),), bits, jobs["kept"])
+        if kept := work.lines["kept"]:
+            self._start("kept", (len(kept),), bits, jobs["kept"])
 
     def _start(
-        self,
-        name: str,
-        grid: tuple[int, ...],
-        *arguments: Argument,
-        **constants: int,
+        self, name: str, grid: tuple[int, ...], *arguments: Argument, **constants: int
     ) -> None:
         dtype, device = self._spec.dtype, self._device
         tiled.start(name, grid, *arguments, dtype=dtype, device=device, **constants)
@@ -295,12 +291,9 @@ class _Work:
 
     Attributes
     ----------
-    streams
-        Lines for each plane.
-    escapes, kept
-        Lines.
-    entries
-        Lines where rows are channels, and lines where they are components.
+    lines
+        Those of streams for each plane, of entries where rows are channels (0) or components (1),
+        of escapes, and of kept tokens.
     rows
         Lines ``[n, 14]`` of records of `packed`.
     num_numbers
@@ -311,23 +304,11 @@ class _Work:
 
     def __init__(self, layers: range, spec: KVSpec, heads: range, num_planes: int) -> None:
         self._layers, self._spec, self._heads = layers, spec, heads
-        self.streams: list[list[list[int]]] = [[] for _ in range(num_planes)]
-        self.escapes: list[list[int]] = []
-        self.kept: list[list[int]] = []
-        self.entries: tuple[list[list[int]], list[list[int]]] = ([], [])
+        planes = [f"plane {plane}" for plane in range(num_planes)]
+        names = *planes, "entries 0", "entries 1", "escapes", "kept"
+        self.lines: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
         self.rows: list[NDArray[np.int64]] = []
         self.num_numbers = self.most_tokens = 0
-
-    def names(self) -> list[str]:
-        """Return the names of the tables."""
-        planes = [f"plane {plane}" for plane in range(len(self.streams))]
-        return [*planes, "entries 0", "entries 1", "escapes", "kept", "rows"]
-
-    def tables(self) -> list[NDArray[np.int64]]:
-        """Return the tables."""
-        every = [*self.streams, *self.entries, self.escapes, self.kept]
-        rows = np.concatenate([np.empty((0, 14), np.int64), *self.rows])
-        return [*(np.array(one, np.int64) for one in every), rows]
 
     def add(self, read: Coded, level: CardLevel | CardBands, num_tokens: int) -> None:
         """Add layers of a record."""
@@ -376,52 +357,35 @@ class _Work:
                     basis = level.bases[block].data_ptr() + 2 * channel
                 into = (layer_index - self._layers.start) * read.stride
                 into += KINDS.index(kind) * width * num_tokens
-                self.entries[bool(level.bases)].append(
-                    [
-                        self.num_numbers,
-                        level.num_rows[block],
-                        num_tokens,
-                        basis,
-                        plan.num_channels(spec),
-                        level.shrink[block].data_ptr(),
-                        level.steps[block].data_ptr(),
-                        level.factors[block].data_ptr() + 4 * channel,
-                        level.means[block].data_ptr() + 4 * channel,
-                        read.into.data_ptr() + into * read.into.itemsize,
-                    ]
-                )
+                target = read.into.data_ptr() + into * read.into.itemsize
+                of_rows = level.shrink[block].data_ptr(), level.steps[block].data_ptr()
+                tables = level.factors[block], level.means[block]
+                of_channels = [one.data_ptr() + 4 * channel for one in tables]
+                matrix = self.num_numbers, level.num_rows[block], num_tokens
+                line = *matrix, basis, plan.num_channels(spec), *of_rows, *of_channels, target
+                self.lines[f"entries {int(bool(level.bases))}"].append(line)
 
     def _add_streams(
         self, read: Coded, level: CardLevel, part: CodedPart, place: int, num_tokens: int
     ) -> None:
         rows = [plane.num_rows[part.block] for plane in level.coder.level.planes]
-        jobs, num_streams = self.streams[part.plane], len(part.streams) - 1
+        jobs, num_streams = self.lines[f"plane {part.plane}"], len(part.streams) - 1
         first_job = len(jobs)
         first_class = level.coder.level.class_slices[part.block].start
         for stream in range(num_streams):
             start, stop = (one * rows[part.plane] // num_streams for one in (stream, stream + 1))
             where, end = (read.begin + int(one) for one in part.streams[stream : stream + 2])
             known = max(0, min(rows[part.plane - 1], stop) - start) if part.plane else 0
-            target = place + start * num_tokens
+            matrix = place + start * num_tokens, stop - start, num_tokens, num_tokens
             if part.num_escaped:
-                own = [first_job, first_job + num_streams, target, stop - start, num_tokens]
-                escaped = [(read.begin + part.escaped) // 2, part.num_escaped, len(jobs)]
-                self.escapes.append([*escaped, *own, num_tokens, read.number])
-            jobs.append(
-                [
-                    where // 2,
-                    (end - where) // 2 - _STATE_HALVES,
-                    level.tables[part.plane].data_ptr(),
-                    level.classes[part.plane > 0].data_ptr() + 2 * (first_class + start),
-                    target,
-                    stop - start,
-                    num_tokens,
-                    num_tokens,
-                    known,
-                    read.number,
-                    part.num_escaped,
-                ]
-            )
+                escaped = (read.begin + part.escaped) // 2, part.num_escaped
+                own = len(jobs), first_job, first_job + num_streams
+                self.lines["escapes"].append((*escaped, *own, *matrix, read.number))
+            halves = where // 2, (end - where) // 2 - _STATE_HALVES
+            table = level.tables[part.plane].data_ptr()
+            classes = level.classes[part.plane > 0].data_ptr() + 2 * (first_class + start)
+            told = known, read.number, part.num_escaped
+            jobs.append((*halves, table, classes, *matrix, *told))
 
     def _add_kept(
         self, read: Coded, plan: BlockPlan, raw: int, tokens: Sequence[int], num_tokens: int
@@ -441,18 +405,12 @@ class _Work:
             first = (layers_of_run.start - self._layers.start) * read.stride
             first += KINDS.index(kinds[0]) * len(heads) * num_tokens * spec.head_dim
             num_heads = len(kinds) * len(heads)
+            run = len(layers_of_run) * num_heads * width, width, num_heads
+            strides = num_tokens * width, read.stride * halves
             for index, token in enumerate(tokens):
-                self.kept.append(
-                    [
-                        source + index * num_channels,
-                        len(layers_of_run) * num_heads * width,
-                        width,
-                        num_heads,
-                        read.into.data_ptr() + (first + token * spec.head_dim) * size,
-                        num_tokens * width,
-                        read.stride * halves,
-                    ]
-                )
+                target = read.into.data_ptr() + (first + token * spec.head_dim) * size
+                line = source + index * num_channels, *run, target, *strides
+                self.lines["kept"].append(line)
 
 
 def can_decode(coder: Coder, num_planes: int, device: torch.device) -> bool:
@@ -508,15 +466,8 @@ def _difference(coder: Coder, num_planes: int, device: torch.device) -> float:
         layers, level = profile.transform.plans[0].layers, profile.levels.index(coder.level)
         blocks = _coded_blocks(codec, coder, num_planes, made)
     key, spec = ChunkKey("0" * 40), profile.spec
-    record = write_record(
-        key,
-        codec=codec.name,
-        spec=spec,
-        num_tokens=_TRIAL_TOKENS,
-        blocks=blocks,
-        level=level,
-        profile=profile.hash,
-    )
+    shape_of = {"spec": spec, "num_tokens": _TRIAL_TOKENS, "level": level}
+    record = write_record(key, codec=codec.name, blocks=blocks, profile=profile.hash, **shape_of)
     chunk = codec.open_record(RecordReader(_Bytes(record), key), spec)
     memory = torch.zeros(chunk.coded_bytes(layers), dtype=torch.uint8)
     parts = chunk.read_coded(layers, memory.numpy().data)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,8 +217,8 @@ class Profile:
             If the bytes are not a profile, or not the expected one.
         """
         found = profile_hash(content)
-        if expected_hash is not None and found != expected_hash:
-            raise ProfileError(f"a profile has hash {found}, expected {expected_hash}; {_REMEDY}")
+        is_it = expected_hash in (None, found)
+        _require(is_it, f"a profile has hash {found}, expected {expected_hash}")
         try:
             tensors = load_tensors(content)
             metadata = _metadata_of(content)
@@ -229,15 +230,14 @@ class Profile:
                 DTYPES[metadata["dtype"]],
             )
             # A forged header must not claim more layers than its tensors can describe.
-            if spec.num_layers > len(tensors) * _MAX_LAYERS_A_TENSOR:
-                raise ProfileError(f"the profile lacks tensors of its layers; {_REMEDY}")
+            may_fit = spec.num_layers <= len(tensors) * _MAX_LAYERS_A_TENSOR
+            _require(may_fit, "the profile lacks tensors of its layers")
             transform = config.transform.load(spec, tensors)
             levels = tuple(
                 _load_level(number, found, config, transform, tensors)
                 for number, found in enumerate(metadata["levels"])
             )
-            if not levels:
-                raise ProfileError(f"a profile has no level; {_REMEDY}")
+            _require(levels, "a profile has no level")
             return cls(
                 config=config,
                 spec=spec,
@@ -272,19 +272,22 @@ def _metadata_of(content: bytes) -> dict[str, Any]:
     header_bytes = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + header_bytes])
     metadata = json.loads(header["__metadata__"][_METADATA])
-    if not isinstance(metadata, dict) or metadata.get("version") != PROFILE_VERSION:
-        raise ProfileError(
-            f"expected a profile of version {PROFILE_VERSION}, found "
-            f"{metadata.get('version') if isinstance(metadata, dict) else metadata}; {_REMEDY}"
-        )
-    return metadata
+    version = metadata.get("version") if isinstance(metadata, dict) else metadata
+    is_known = isinstance(metadata, dict) and version == PROFILE_VERSION
+    _require(is_known, f"expected a profile of version {PROFILE_VERSION}, found {version}")
+    return dict(metadata)
+
+
+def _require(holds: object, what: str) -> None:
+    if not holds:
+        raise ProfileError(f"{what}; {_REMEDY}")
 
 
 def _positive(metadata: Mapping[str, Any], name: str) -> int:
     value = metadata[name]
-    if type(value) is not int or not 1 <= value <= _MAX_DIMENSION:
-        raise ProfileError(f"the profile's {name!r} is {shown(value)}; {_REMEDY}")
-    return value
+    is_sound = type(value) is int and 1 <= value <= _MAX_DIMENSION
+    _require(is_sound, f"the profile's {name!r} is {shown(value)}")
+    return int(value)
 
 
 def _load_level(
@@ -295,43 +298,40 @@ def _load_level(
     tensors: Mapping[str, torch.Tensor],
 ) -> Level:
     name, bits = str(found["name"]), list(found["bits"])
+    level = f"the profile's level {name!r}"
     steps = []
     most_rows = [len(transform.row_layers(block)) for block in range(len(transform.plans))]
     for block, most in enumerate(most_rows):
         where = f"level.{number}.steps.{block}.0"
         tensor = take_tensor(tensors, where, [-1], torch.float32)
-        if len(tensor) > most or not bool((tensor > 0).all()):
-            raise ProfileError(f"the profile's {where!r} does not fit its rows; {_REMEDY}")
+        fits = len(tensor) <= most and bool((tensor > 0).all())
+        _require(fits, f"the profile's {where!r} does not fit its rows")
         steps.append(tensor)
-    num_rows = sum(map(len, steps))
-    classes = _unsigned(tensors, f"level.{number}.classes", [num_rows])
+    coded = list(map(len, steps))
+    classes = _unsigned(tensors, f"level.{number}.classes", [sum(coded)])
     planes: list[Plane] = []
-    if not 1 <= len(bits) <= MAX_PLANES:
-        raise ProfileError(f"the profile's level {name!r} has {len(bits)} planes; {_REMEDY}")
+    _require(1 <= len(bits) <= MAX_PLANES, f"{level} has {len(bits)} planes")
     for index, plane_bits in enumerate(bits):
         where = f"level.{number}.plane.{index}"
         frequencies = _unsigned(tensors, f"{where}.frequencies", [-1, NUM_SYMBOLS])
         num_classes = len(planes[0].frequencies) if planes else len(frequencies)
-        contexts = NUM_CONTEXTS if planes else 1
+        num_tables = num_classes * (NUM_CONTEXTS if planes else 1)
         sums = frequencies.astype(np.int64).sum(axis=1)
-        if len(frequencies) > MAX_CLASSES:
-            raise ProfileError(f"{where!r} has more than {MAX_CLASSES} tables; {_REMEDY}")
-        if len(frequencies) != num_classes * contexts or not (sums == TOTAL).all():
-            raise ProfileError(f"the tables of {where!r} do not match its classes; {_REMEDY}")
+        _require(len(sums) <= MAX_CLASSES, f"{where!r} has more than {MAX_CLASSES} tables")
+        fits = len(sums) == num_tables and bool((sums == TOTAL).all())
+        _require(fits, f"the tables of {where!r} do not match its classes")
         shrink = take_tensor(tensors, f"{where}.shrink", [num_classes], torch.float32)
         counts = _unsigned(tensors, f"{where}.num_rows", [-1], torch.int32).tolist()
-        coded = list(map(len, steps))
-        if len(counts) != len(coded) or any(c > m for c, m in zip(counts, coded, strict=True)):
-            raise ProfileError(f"the rows of {where!r} do not match its matrices; {_REMEDY}")
+        fits = len(counts) == len(coded) and all(map(operator.le, counts, coded))
+        _require(fits, f"the rows of {where!r} do not match its matrices")
         planes.append(Plane(frequencies, tuple(counts), shrink, float(plane_bits)))
-    if not num_classes or (len(classes) and int(classes.max()) >= num_classes):
-        raise ProfileError(f"the profile's level {name!r} names a class it lacks; {_REMEDY}")
+    has_classes = num_classes and (not len(classes) or int(classes.max()) < num_classes)
+    _require(has_classes, f"{level} names a class it lacks")
     distortion = take_tensor(tensors, f"level.{number}.distortion", [len(steps)], torch.float32)
     error = float(found["relative_error"])
-    if isinstance(config.quantiser, Exact):
-        whole = list(map(len, steps)) == most_rows
-        if not isinstance(config.transform, NoTransform) or len(planes) > 1 or not whole:
-            raise ProfileError(f"the profile's level {name!r} is not lossless; {_REMEDY}")
+    is_plain = isinstance(config.transform, NoTransform) and len(planes) == 1
+    is_lossless = is_plain and coded == most_rows
+    _require(is_lossless or not isinstance(config.quantiser, Exact), f"{level} is not lossless")
     return Level(name, tuple(steps), classes, tuple(planes), distortion, error)
 
 
@@ -342,6 +342,5 @@ def _unsigned(
     dtype: torch.dtype = torch.int16,
 ) -> NDArray[Any]:
     tensor = take_tensor(tensors, name, shape, dtype)
-    if bool((tensor < 0).any()):
-        raise ProfileError(f"the profile's {name!r} holds negative numbers; {_REMEDY}")
+    _require(not bool((tensor < 0).any()), f"the profile's {name!r} holds negative numbers")
     return tensor.numpy().astype(np.uint16 if dtype == torch.int16 else np.int64)

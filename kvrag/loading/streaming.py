@@ -185,11 +185,6 @@ class Streaming:
     load_seconds_per_token: float | None = None
     make_plan: Callable[[Sequence[tuple[int, ...]], p.ComputeSeconds], p.StreamPlan] = p.StreamPlan
 
-    @property
-    def deadline(self) -> float:
-        """When the first token is due, on the clock of `time.perf_counter`."""
-        return self.started + self.ttft
-
     def closing(self, report: p.StreamReport, compute_seconds: float) -> p.StreamReport:
         """Return the report with the final times, once the first token exists, and count it."""
         seconds = time.perf_counter() - self.started
@@ -297,8 +292,8 @@ class ChunkStream:
         return self._plan.tail_seconds() or None
 
     def _seconds_left(self) -> float:
-        due = self._streaming.deadline - time.perf_counter()
-        return due - self._decoder.expected_seconds()
+        due = self._streaming.started + self._streaming.ttft
+        return due - time.perf_counter() - self._decoder.expected_seconds()
 
     def _take(self, step: p.Step, state: p.LinkState, fetcher: ThreadPoolExecutor) -> bool:
         """Do one step; return whether there is time for another."""

@@ -10,20 +10,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvrag.codec.bands import Bands
 from kvrag.codec.base import Codec
 from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
 from kvrag.codec.container import header_size
 from kvrag.codec.pca import PCA
-from kvrag.codec.pipeline import PipelineCodec
 from kvrag.codec.raw import RawCodec
 from kvrag.codec.registry import codec_of
-from kvrag.codec.tables import Exact, PerChannel, Uniform
+from kvrag.codec.tables import PerChannel, Uniform
 from kvrag.codec.transforms import NoTransform
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag_testing.codec_contract import KEY, BytesSource, same_bits
 from tests.codec import forge
+from tests.codec.test_golden_profiles import CONFIGS as GOLDEN
 from tests.support.codecs import fit, smooth_kv
 from tests.support.properties import trials
 
@@ -32,11 +31,11 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=8, dtype=torch.float16)
 NUM_TOKENS = 34  # more than the coder has lanes
 CONFIGS = {
     "transform": PipelineConfig(
-        PCA(group_layers=1), RateDistortion((3.0, 1.0)), Uniform(refinements=1), Rans(4)
+        PCA(1), RateDistortion((3.0, 1.0)), Uniform(refinements=1), Rans(4)
     ),
     "cachegen": PipelineConfig(NoTransform(), LayerGroups(), PerChannel(0.0), Rans(4)),
-    "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact(), Rans(4)),
-    "packed": PipelineConfig(Bands(4.0), LayerGroups((1.0,), (1.0,)), Uniform(0.0), Rans(4)),
+    "lossless": GOLDEN["lossless"],
+    "packed": GOLDEN["packed"],
 }
 
 
@@ -53,13 +52,7 @@ class Target:
 
 @functools.cache
 def target(name: str) -> Target:
-    codec: Codec = RawCodec()
-    if name != "raw":
-        profile = fit(CONFIGS[name], SPEC)
-        level = profile.levels[0].name
-        codec = PipelineCodec(profile, name, level)
-        if name in ("lossless", "packed"):
-            codec = codec_of(profile)
+    codec = RawCodec() if name == "raw" else codec_of(fit(CONFIGS[name], SPEC))
     kv, other_kv = (smooth_kv(SPEC, NUM_TOKENS, seed) for seed in (1, 2))
     kv.keys[:, :, 3] *= 500  # a token that is kept raw, numbers that are escaped
     record = codec.encode(KEY, kv)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,26 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load
 
+from kvrag.codec.bands import Bands
+from kvrag.codec.config import LayerGroups, PipelineConfig, Rans, RateDistortion
+from kvrag.codec.pca import PCA
 from kvrag.codec.profile import Profile
 from kvrag.codec.registry import codec_of
+from kvrag.codec.tables import Exact, Uniform
+from kvrag.codec.transforms import NoTransform
 from kvrag.errors import ProfileError
+from kvrag.kvcache import KVSpec
 from kvrag_testing.codec_contract import KEY, decode
-from tests.codec.make_golden import CONFIGS, GOLDEN, SPEC
 
+GOLDEN = Path(__file__).parent / "golden"
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+CONFIGS = {
+    "transform": PipelineConfig(
+        PCA(1), RateDistortion((2.0, 4.0)), Uniform(refinements=2), Rans(3)
+    ),
+    "lossless": PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact(), Rans(3)),
+    "packed": PipelineConfig(Bands(4.2, 8), LayerGroups((1.0,), (1.0,)), Uniform(0.0), Rans(3)),
+}
 L, H, D, T = SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, 37
 N = 2 * H * D  # channels of a block: one layer, keys and values
 

@@ -55,7 +55,6 @@ def test_a_configuration_and_its_profile_survive_being_written(config: PipelineC
     ("text", "message"),
     [
         ("{", "must be JSON"),
-        ("[]", "must have the stages"),
         ('{"transform": {}}', "must have the stages"),
         (CONFIG.to_json().replace('"pca"', '"dct"'), "no transform 'dct'; known: companded_bands"),
         (CONFIG.to_json().replace('"pca"', '"anchor_delta"'), "'anchor_delta' left kvrag with 0.3"),
@@ -66,7 +65,6 @@ def test_a_configuration_and_its_profile_survive_being_written(config: PipelineC
             "at least 0, found -1",
         ),
         (CONFIG.to_json().replace("[3.0, 1.0]", "[3.0, 99]"), "0.05 to 12"),
-        (CONFIG.to_json().replace("[3.0, 1.0]", "[]"), "1 to 16 numbers"),
         (CONFIG.to_json().replace("[3.0, 1.0]", "[1.0, 1.0]"), "appears twice"),
         (CONFIG.to_json().replace('"classes": 8', '"classes": 0'), "classes must be 1 to 1024"),
         (CONFIG.to_json().replace('"refinements": 1', '"refinements": 9'), "0 to 4, found 9"),
@@ -162,8 +160,6 @@ def damaged(content: bytes, change: object) -> bytes:
         (lambda t, m: t.update({"level.0.steps.0.0": torch.ones(999)}), "does not fit its rows"),
         (lambda t, m: m.update(version=7), "of version 1, found 7"),
         (lambda t, m: m.update(levels=[]), "no level"),
-        (lambda t, m: m["levels"][0].update(bits=[]), "0 planes"),
-        (lambda t, m: m.update(num_layers=0), "'num_layers' is 0"),
         (lambda t, m: m.update(num_layers=50), "expected torch.float32"),
         (lambda t, m: m.update(num_layers=20_000_000), "'num_layers' is 20000000"),
         (lambda t, m: m["levels"][0].update(relative_error=10**400), "too large|inf"),
@@ -174,7 +170,6 @@ def damaged(content: bytes, change: object) -> bytes:
             ),
             "more than 16384 tables",
         ),
-        (lambda t, m: m.update(dtype="int8"), "int8"),
         (lambda t, m: m.pop("config"), "config"),
     ],
 )
@@ -210,7 +205,6 @@ def test_a_profile_is_known_by_its_hash() -> None:
         ("raw", "raw"),
         ("lossless", "lossless"),
         ("cachegen", "cachegen:2"),
-        ("cachegen:4", "cachegen:4"),
         ("transform:0.5", "transform:0.5"),
         ("transform:1.60", "transform:1.6"),
     ],
@@ -228,8 +222,6 @@ def test_names_of_codecs(name: str, label: str) -> None:
         ("cachegen:5", "'cachegen' has no level '5'; it has 1, 2, 3, 4"),
         ("lossless:2", "no level '2'"),
         ("transform:much", "a number of bits"),
-        ("transform:", "a number of bits"),
-        ("transform:0", "0.05 to 12"),
         ("transform:nan", "0.05 to 12"),
     ],
 )
@@ -246,10 +238,3 @@ def test_a_codec_needs_a_profile_with_its_level() -> None:
         get_codec("transform:2", fit(config, SPEC))
     with pytest.raises(ParameterError, match="was fitted for transform"):
         get_codec("cachegen:2", fit(config, SPEC))
-
-
-def test_lossless_profile_of_zeros_and_subnormals() -> None:
-    config = PipelineConfig(NoTransform(), LayerGroups((1.0,), (1.0,)), Exact())
-    kv = random_kv(SPEC, 300)
-    zeros = ChunkKV(torch.zeros_like(kv.keys), kv.values * 1e-40)
-    assert fit_profile(config, SPEC, FINGERPRINT, [zeros]).levels[0].bits < 64

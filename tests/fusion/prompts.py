@@ -7,8 +7,6 @@ import unicodedata
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from tokenizers import processors as post_processors
 from transformers import PreTrainedTokenizerFast
 
 from kvrag.chunk import Chunk, normalise_text
@@ -23,12 +21,6 @@ WORDS = [
 
 # None of them can stand inside a chunk made here, so no chunk can reach across one.
 SEPARATORS = ("\n\n", "\n\n\n", "\n\n---\n\n", " \n\n ", "\r\n\r\n", "\n\n[1] ", "\n\nSource:\n\n")
-
-_SAMPLE = [
-    "The quick brown fox jumps over the lazy dog near the old river bank.\n\nThe fox.\n\n",
-    "Ines keeps the harbour ledger,\nand Tomas repairs the tall clock of Varn.\n\nAnswer: yes.\n",
-    "Use the following pieces of context to answer the question at the end. Café 北京 🦊 don't",
-]
 
 
 @dataclass(frozen=True)
@@ -101,60 +93,12 @@ def make_chunk(tokenizer: PreTrainedTokenizerFast, chunk_id: str, text: str) -> 
     return Chunk(chunk_id, text, tuple(encoding["input_ids"]), starts, "test", 0)
 
 
-def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    backend.post_processor = post_processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
-
-
-def _trimming() -> PreTrainedTokenizerFast:
-    # GPT-2 and RoBERTa: the offsets of a word leave out the space in front of it.
-    backend = Tokenizer.from_str(make_tokenizer().backend_tokenizer.to_str())
-    backend.post_processor = post_processors.ByteLevel(trim_offsets=True)
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def _newline_merging() -> PreTrainedTokenizerFast:
-    # Llama-3 and Qwen: a full stop and the line ends behind it are one token.
-    backend = Tokenizer(models.BPE())
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<s>", "<unk>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_SAMPLE * 3, trainer)
-    return _wrapped(backend)
-
-
-_MAKERS = {
-    "byte-level": make_tokenizer,
-    "byte-level-trimmed": _trimming,
-    "newline-merging": _newline_merging,
-    # T5 and newer SentencePiece conversions: a dummy space at the start of a text only.
-    "unigram": lambda: family_tokenizer("metaspace-first"),
-    # Llama-2 and Mistral: no pre-tokenizer at all, merges may run across words.
-    "byte-fallback": lambda: family_tokenizer("legacy-llama"),
-    # BERT: lower-cases, and strips accents.
-    "word-piece": lambda: family_tokenizer("word-piece"),
-}
-TOKENIZER_NAMES = tuple(_MAKERS)
+# Full stops joined with line ends (Llama-3, Qwen), a dummy space at the start of a text only (T5),
+# merges across words (Llama-2), lower case (BERT).
+TOKENIZER_NAMES = ("byte-level", "ignoring-merges", "metaspace-first", "legacy-llama", "word-piece")
 
 
 @functools.cache
 def get_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Return one of the tokenizers whose ways with offsets and spaces differ."""
-    return _MAKERS[name]()
+    return make_tokenizer() if name == "byte-level" else family_tokenizer(name)

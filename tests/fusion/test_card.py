@@ -642,43 +642,6 @@ def test_records_are_open_and_on_the_card_before_the_layout(
     assert not any(one._num_holders for one in memory.tier._kept.values())
 
 
-@pytest.mark.parametrize("name", ["packed", "transform"])
-def test_compressed_records_are_read_before_the_layout(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = _coded(name, 2)
-    monkeypatch.delenv("KVRAG_GPU_KERNELS")
-    queue = QueueDevice(1)
-    use(queue, monkeypatch)
-    memory = _Memory(10_000_000, queue)
-    none, pinned = HotTier("none", 0, lambda _: None), _Memory(10_000_000, None)
-    for is_hot, tiers in (
-        (False, (memory.tier, none)),
-        (True, (memory.tier, none)),
-        (False, (none, pinned.tier)),
-        (True, (none, pinned.tier)),
-    ):
-        opened: list[Any] = []
-
-        def open_kv(*record_id: Any, opened: list[Any] = opened) -> EncodedChunk:
-            opened.append(prompt.open_kv(*record_id))
-            return cast("EncodedChunk", opened[-1])
-
-        hot = HotRecords(*tiers, torch.device("cpu"))
-        early = EarlyRecords(open_kv, hot, prompt.spec, num_threads=2)
-        early.begin(prompt.records)
-        headers = [prompt.open_kv(*one).bytes_read for one in prompt.records]
-        before = [one.bytes_read for one in opened]
-        assert (before == headers) is is_hot
-        loader = SpanLoader(early.open_kv, num_threads=2, hot=hot)
-        _, seen, lost = _loaded(prompt, loader, queue)
-        assert not lost
-        _assert_same(prompt, seen)
-        assert [one.bytes_read for one in opened] == before  # nothing is read twice
-        early.close()
-        queue.finish()
-
-
 def test_copies_before_a_damaged_piece_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = replace(_plain(1), damage={("chunk-0", ()): (1, True)})
     queue = QueueDevice(0, haste=0.0)

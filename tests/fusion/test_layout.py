@@ -119,19 +119,6 @@ def test_span_behind_a_foreign_beginning_is_not_exact():
     assert layout.is_exact(layout.spans[0])
 
 
-def test_a_part_of_the_prefix_is_counted_and_costs_a_chunk_nothing():
-    tokenizer = get_tokenizer("byte-level")
-    prefix_ids = tokenizer(f"{A[:20]}\n\n")["input_ids"]
-    for prompt, num_shared in ((f"{A}\n", tokenizer(A[:16])["input_ids"]), (f"{B}\n", (0,))):
-        layout, chunks, _ = find_and_lay_out(tokenizer, prompt, {"a": A, "b": B}, prefix_ids)
-        check(layout, tokenizer, prompt, chunks)
-        assert len(num_shared) <= layout.prefix_length < len(prefix_ids)
-        assert not layout.has_prefix
-        (span,) = layout.spans
-        assert (span.prompt_start, span.chunk_start) == (1, 0)
-        assert not layout.is_exact(span)
-
-
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
 def test_cut_chunk_is_reused_up_to_the_cut(name):
     tokenizer = get_tokenizer(name)
@@ -217,17 +204,3 @@ def test_separated_chunks_are_reused_whole(data):
     for match, span in zip(matches, layout.spans, strict=True):
         if not match.is_prefix:
             assert (span.chunk_start, span.length) == (0, len(chunks[span.chunk_id].token_ids))
-
-
-@pytest.mark.parametrize("name", TOKENIZER_NAMES)
-@settings(max_examples=examples(30), derandomize=True)
-@given(data=st.data())
-def test_any_text_around_and_between(name, data):
-    tokenizer = get_tokenizer(name)
-    corpus = data.draw(corpora())
-    piece = st.one_of(st.sampled_from(sorted(corpus.values())), st.text(max_size=5))
-    joint = st.sampled_from(("", " ", "\n", "\u0301", "\u200d", "\r\n"))
-    pieces = data.draw(st.lists(st.tuples(piece, joint), max_size=8))
-    prompt = "".join(text + end for text, end in pieces)
-    layout, chunks, _ = find_and_lay_out(tokenizer, prompt, corpus)
-    check(layout, tokenizer, prompt, chunks)

@@ -131,20 +131,6 @@ def test_link_only_forward_equals_the_masked_full_prefill(family: str) -> None:
     assert relative_difference(fused.logits, without) > 1e-3
 
 
-@pytest.mark.parametrize("policy", ["none", "boundary", "deviation", "gradual", "query", "seam"])
-@pytest.mark.parametrize("way", ["embeddings", "adapter"])
-def test_links_combine_with_every_policy(bench: Bench, policy: str, way: str) -> None:
-    links = make_links(bench.model, way)
-    prompt = bench.prompt(*ORDER)
-    fused = fuse_linked(bench, prompt, make_repair(policy), links)
-    report = fused.report
-    counted = report.num_exact + report.num_reused + report.num_recomputed + report.num_fresh
-    assert counted == report.num_tokens == len(bench.lay_out(prompt).token_ids)
-    assert fused.kv.num_tokens == report.num_tokens + report.num_links
-    assert f"{report.num_links} link tokens" in report.one_line()
-    assert fused.logits.isfinite().all()
-
-
 def test_an_adapter_of_zeros_changes_nothing_and_others_change_fresh_rows_only(
     bench: Bench,
 ) -> None:
@@ -257,10 +243,8 @@ def damaged(path: Path, **changed: Any) -> None:
     [
         ({}, "not a file of links"),
         ({"fields": "{"}, "damaged header"),
-        ({"fields": "[]"}, "damaged header"),
         ({"fields": {"version": 9}}, "of format 9, expected 1"),
         ({"fields": {"version": 1}}, "damaged header"),
-        ({"fields": {"mode": "best"}}, "mode 'best'"),
         ({"fields": {"num_links": -1}}, "num_links -1"),
         ({"fields": {"max_documents": 10**9}}, "max_documents 1000000000"),
         ({"fields": "[" * 100_000}, "damaged header"),
@@ -271,10 +255,6 @@ def damaged(path: Path, **changed: Any) -> None:
         ({"fields": {"way": "kv"}}, "of way 'kv', which kvrag 0.2 had, are gone: .* --way adapter"),
         ({"fields": {"way": "adapter"}}, "adapter's tensors"),
         ({"fields": {}, "embeddings": torch.full((17, 64), float("nan"))}, "finite"),
-        (
-            {"fields": {}, "embeddings": torch.full((17, 64), float("nan")).to(torch.float8_e5m2)},
-            "finite",
-        ),
         ({"fields": {}, "surplus": torch.zeros(1)}, "expected the tensor"),
     ],
 )

@@ -76,21 +76,6 @@ class Setting:
 SHAPES = [(1, 16, 16), (2, 64, 64), (4, 128, 128), (2, 80, 32), (2, 96, 96), (1, 64, 16)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "head_dim", "rotated"), [*SHAPES, (3, 24, 8), (1, 7, 4)])
-def test_all_at_once_as_one_by_one(
-    dtype: torch.dtype,
-    heads: int,
-    head_dim: int,
-    rotated: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVRAG_GPU_KERNELS", "off")
-    setting = Setting(dtype, heads, head_dim, rotated)
-    found, expected = setting.placed(), setting.one_by_one()
-    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 @pytest.mark.parametrize(("shape", "is_half"), in_turn(SHAPES))
 def test_the_kernel_places_as_pytorch_does(

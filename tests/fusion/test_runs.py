@@ -115,19 +115,6 @@ def test_a_hash_of_very_many_chunks_names_only_some():
     assert set(rows.tolist()) == set(range(7))
 
 
-def test_equal_hashes_of_other_tokens_are_no_run(monkeypatch):
-    monkeypatch.setattr(
-        "kvrag.fusion.runs.ngram_hashes",
-        lambda token_ids: np.zeros(max(0, len(token_ids) - r.NGRAM + 1), np.uint64),
-    )
-    monkeypatch.setattr("kvrag.fusion.runs._MAX_REPEATS", 10_000)
-    chunk = np.arange(100, 160, dtype=np.int32)
-    prompt = np.concatenate([ids(1, 2, 3), chunk[10:50], ids(4, 5, 6)])
-    assert [(run.start, run.end, run.offset) for run in found(prompt, {"a": chunk})] == [
-        (3, 43, 10)
-    ]
-
-
 @pytest.mark.parametrize(("length", "is_found"), [(r.MIN_RUN - 1, False), (r.MIN_RUN, True)])
 def test_least_length(length, is_found):
     chunk = np.arange(100, 200, dtype=np.int32)

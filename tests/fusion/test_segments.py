@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,6 +88,21 @@ def test_cut_chunk_gives_way_to_the_chunk_behind_it():
         Match("a", 0, 72, True),
         Match("b", 72, len(prompt), True),
     ]
+
+
+def test_very_many_chunks_are_found_and_marked_as_they_come():
+    """Not by the first prompt, all of them at once."""
+    texts = {str(number): f"{number:08d} of the chunks in this place" for number in range(100_000)}
+    matcher = make_matcher(texts)
+    tracemalloc.start()
+    try:
+        assert matcher.find(" " * 400) == []
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    wanted = ["99999", "0", "4096", "70001"]
+    found = matcher.find(" ".join(texts[one] for one in wanted * 4))
+    assert [match.chunk_id for match in found] == wanted * 4
 
 
 def test_equal_texts_report_the_hinted_chunk():

@@ -31,12 +31,6 @@ def test_the_shorter_hides_but_for_one_layer() -> None:
     assert pipelined_seconds(3.0, 4.0, 0) == 7.0
 
 
-def test_prices_are_found_again() -> None:
-    amounts = [(1, 10, 300), (1, 70, 10), (1, 20, 500), (1, 50, 50)]
-    seconds = [0.1 * a + 0.02 * b + 0.003 * c for a, b, c in amounts]
-    assert fit_prices(amounts, seconds) == pytest.approx([0.1, 0.02, 0.003])
-
-
 def test_nothing_costs_less_than_nothing() -> None:
     amounts = [(1, 1), (1, 2), (1, 3)]
     found = fit_prices(amounts, [3.0, 2.0, 1.0])

@@ -3,7 +3,6 @@
 import pytest
 
 from kvrag.loading.pace import Pace
-from kvrag.loading.stream_plan import StreamedChunk, StreamReport
 from kvrag.loading.streaming import NetworkLink
 
 
@@ -77,14 +76,6 @@ def test_who_shares_it() -> None:
     assert link.state.num_sharing(0) == 1
 
 
-def test_what_is_reserved_is_what_nearly_all_kept_to() -> None:
-    pace = Pace()
-    for number in range(20):
-        pace.observe(100.0, 0.2 if number % 5 == 0 else 0.1)
-    found = pace.seconds(100)
-    assert found == pytest.approx(0.2)
-
-
 def test_a_line_that_says_that_nothing_takes_nothing() -> None:
     pace = Pace()
     pace.observe(0.0, 5.0)
@@ -92,14 +83,3 @@ def test_a_line_that_says_that_nothing_takes_nothing() -> None:
         pace.observe(10.0, 1.0)
         pace.observe(20.0, 10.0)
     assert pace.seconds(10.0) is not None
-
-
-def test_reports() -> None:
-    chunks = tuple(
-        StreamedChunk(str(n), planes, 3, 10, 0.1, 0.2, None) for n, planes in enumerate((0, 2, 2))
-    )
-    report = StreamReport(0.5, 0.4, chunks)
-    assert report.is_met
-    assert report.to_dict()["levels"] == {"2/3": 2, "text": 1}
-    assert report.one_line() == "0.40 s of 0.5 s: 2 at 2/3, 1 as text"
-    assert "late" in StreamReport(0.3, 0.4, chunks).one_line()

@@ -80,6 +80,29 @@ def test_who_may_not_go_on_leaves_the_threads_to_others(monkeypatch: pytest.Monk
     assert not is_stuck
 
 
+def test_without_threads_whoever_waits_brings_each_layer_and_finds_all_damage() -> None:
+    brought: list[tuple[int, int]] = []
+
+    def work(lane: int, layer: int) -> None:
+        if layer == 2 * lane:
+            raise ValueError("broken")
+        brought.append((lane, layer))
+
+    prefetch = LayerPrefetch(3, 5, work, num_threads=0)
+    assert prefetch.is_loaded(0)
+    assert brought == []
+    assert list(prefetch.wait(0)) == [0, 1, 2]
+    assert sorted(brought) == [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
+    prefetch = LayerPrefetch(2, 3, lambda *at: brought.append(at), num_threads=0)
+    brought.clear()
+    for layer in range(2):
+        assert not prefetch.wait(layer)
+        assert brought[-2:] == [(0, layer), (1, layer)]
+    assert len(brought) == 4
+    prefetch.close()
+    assert prefetch.hidden_seconds == pytest.approx(0.0, abs=0.01)
+
+
 def test_waiting_for_a_layer_waits_for_all_lanes() -> None:
     gate = threading.Event()
     brought: list[tuple[int, int]] = []

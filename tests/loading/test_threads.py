@@ -1,6 +1,5 @@
 """Threads that are kept: what they make, and that nothing of it goes on behind the caller."""
 
-import ast
 import os
 import threading
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import kvrag
 from kvrag.loading import LOAD_THREADS, threads
 from kvrag.loading.prefetch import LayerPrefetch
 from kvrag.store.base import Store
@@ -103,23 +101,3 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     if not child:
         os._exit(0 if threads.each(lambda n: n + 1, [1, 2, 3], 3) == [2, 3, 4] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_every_thread_of_the_package_is_named() -> None:
-    folder = Path(kvrag.__file__).parent
-    started, nameless = 0, []
-    for path in folder.rglob("*.py"):
-        if path.parent.name == "testing":
-            continue  # the suites' own threads, which end with their test
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            function = getattr(node.func, "attr", getattr(node.func, "id", None))
-            if function not in ("Thread", "ThreadPoolExecutor"):
-                continue
-            started += 1
-            given = [ast.unparse(one) for one in (*node.args, *(w.value for w in node.keywords))]
-            if not any(one.startswith(("'kvrag-", "f'kvrag-")) for one in given):
-                nameless.append(f"{path.relative_to(folder)}:{node.lineno}")
-    assert started > 5
-    assert nameless == []
