@@ -15,8 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrag.codec.pca import MOST_ENERGY
-from kvrag.codec.transforms import KINDS, BlockPlan, FittedTransform, load_means, take_tensor
+from kvrag.codec.transforms import (
+    KINDS,
+    BlockPlan,
+    FittedTransform,
+    Moments,
+    load_means,
+    take_tensor,
+)
 from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.native.packed import GROUP, MOST_BITS, USUAL, PackedBands, pack_rows
@@ -119,44 +125,30 @@ class BandsFitter:
         self._spec, self._transform = spec, transform
         num_bands = transform.num_bands(spec)
         width = spec.num_kv_heads * spec.head_dim // num_bands
-        every = len(KINDS) * spec.num_layers * num_bands
-        self._count = 0
-        self._shift: torch.Tensor | None = None  # the first chunk's means, to limit cancellation
-        self._sums = torch.zeros(every, width, dtype=torch.float64)
-        self._products = torch.zeros(every, width, width)
-        self._energy = torch.zeros(every, dtype=torch.float64)
+        self._moments = Moments(len(KINDS) * spec.num_layers * num_bands, width)
 
     def update(self, kv: ChunkKV) -> None:
         """Add one chunk."""
+        spec = self._spec
         both = torch.stack([kv.keys, kv.values], dim=1).float()
-        rows = both.transpose(3, 4).reshape(*self._sums.shape, kv.num_tokens)
-        if self._shift is None:
-            self._shift = rows.mean(2, keepdim=True)
-        rows -= self._shift
-        self._count += kv.num_tokens
-        energy = rows.square().sum(1)
-        usual = energy.median(1, keepdim=True).values
-        self._energy += energy.clamp(max=MOST_ENERGY * usual).sum(1)
-        most = (MOST_ENERGY * self._energy / self._count).float()[:, None]
-        rows *= torch.where(energy > most, (most / energy).sqrt(), 1.0)[:, None]
-        self._sums += rows.sum(2)
-        self._products.baddbmm_(rows, rows.transpose(1, 2))
+        width = spec.num_kv_heads * spec.head_dim // self._transform.num_bands(spec)
+        self._moments.update(both.transpose(3, 4).reshape(-1, width, kv.num_tokens))
 
     def finish(self) -> FittedBands:
         """Return the bands' components, in order of falling variance."""
         transform, spec = self._transform, self._spec
-        if self._shift is None or self._count < 2:
-            raise ParameterError(f"a profile needs 2 tokens or more; found {self._count}")
-        num_bands, channels = transform.num_bands(spec), self._sums.shape[1]
+        num_bands = transform.num_bands(spec)
+        channels = spec.num_kv_heads * spec.head_dim // num_bands
         numbers = -(-channels // GROUP) * GROUP
         budget = round(numbers * transform.bits / GROUP)
-        mean = self._sums / self._count
-        bases = torch.zeros(len(mean), numbers, channels, dtype=torch.int8)
-        scales = torch.empty(len(mean))
-        widths = torch.empty(len(mean), numbers // GROUP, dtype=torch.uint8)
-        for band, (products, centre) in enumerate(zip(self._products, mean, strict=True)):
-            covariance = products.double() / self._count - centre[:, None] * centre
-            spread, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+        num_all = len(KINDS) * spec.num_layers * num_bands
+        means = torch.empty(num_all, channels)
+        bases = torch.zeros(num_all, numbers, channels, dtype=torch.int8)
+        scales = torch.empty(num_all)
+        widths = torch.empty(num_all, numbers // GROUP, dtype=torch.uint8)
+        for band, (mean, covariance) in enumerate(self._moments.of_each()):
+            means[band] = mean
+            spread, vectors = torch.linalg.eigh(covariance)
             spread, rows = spread.flip(0).clamp(min=0), vectors.flip(1).T
             widths[band], usual = _widths(spread, numbers, budget)
             unit = usual / _USUAL[widths[band].long()].repeat_interleave(GROUP)
@@ -164,17 +156,12 @@ class BandsFitter:
             rows = rows * unit.clamp(min=unit.max() / _MOST_UNITS)[:channels, None]
             scales[band] = rows.abs().max() / 127
             bases[band, :channels] = (rows / scales[band]).round().to(torch.int8)
-        means = (mean + self._shift[:, :, 0]).float().flatten()
-        by_block = [
-            list(every.view(-1, size, *every.shape[1:]).unbind(0))
-            for every, size in (
-                (means, num_bands * channels),
-                (bases, num_bands),
-                (scales, num_bands),
-                (widths, num_bands),
-            )
+        of_blocks = [
+            list(every.view(-1, num_bands, *every.shape[1:]).unbind(0))
+            for every in (bases, scales, widths)
         ]
-        return FittedBands(spec, transform.plans(spec), *by_block)
+        of_means = list(means.view(-1, num_bands * channels).unbind(0))
+        return FittedBands(spec, transform.plans(spec), of_means, *of_blocks)
 
 
 _USUAL = torch.from_numpy(USUAL)

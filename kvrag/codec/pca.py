@@ -23,9 +23,6 @@ from kvrag.kvcache import ChunkKV, KVSpec
 from kvrag.process import memory_bytes
 
 BASIS_DTYPE = torch.float16
-# A token whose energy exceeds the running mean by this factor is scaled down to it. Otherwise a few
-# attention sinks would determine the first components.
-MOST_ENERGY = 9.0
 _MOST_DOUBLE = 1536
 _MOST_CHANNELS = 6144
 _FEW_CHANNELS = 1536
@@ -116,45 +113,27 @@ class PCAFitter:
         self._spec = spec
         self._transform = transform
         self._plans = transform.plans(spec)
-        sizes = [plan.num_channels(spec) for plan in self._plans]
-        self._count = 0
-        self._shift: list[torch.Tensor] = []  # the first chunk's means, to limit cancellation
-        self._sums = [torch.zeros(size, dtype=torch.float64) for size in sizes]
-        self._products = [torch.zeros(size, size) for size in sizes]
-        self._energy = [0.0] * len(sizes)
+        self._moments = [t.Moments(1, plan.num_channels(spec)) for plan in self._plans]
 
     def update(self, kv: ChunkKV) -> None:
         """Add one chunk."""
-        channels = [plan.gather(kv) for plan in self._plans]
-        if not self._shift:
-            self._shift = [rows.mean(1) for rows in channels]
-        self._count += kv.num_tokens
-        for block, rows in enumerate(channels):
-            rows = rows - self._shift[block][:, None]
-            energy = rows.square().sum(0)
-            self._energy[block] += float(energy.clamp(max=MOST_ENERGY * energy.median()).sum())
-            most = MOST_ENERGY * self._energy[block] / self._count
-            rows = rows * torch.where(energy > most, (most / energy).sqrt(), 1.0)
-            self._sums[block] += rows.sum(1)
-            self._products[block].addmm_(rows, rows.T)
+        for plan, moments in zip(self._plans, self._moments, strict=True):
+            moments.update(plan.gather(kv)[None])
 
     def finish(self) -> Components:
         """Return the components, in order of falling variance."""
-        if self._count < 2:
-            raise ParameterError(f"a profile needs 2 tokens or more; found {self._count}")
         means, weights, bases = [], [], []
-        for block, plan in enumerate(self._plans):
-            mean = self._sums[block] / self._count
-            covariance = self._products[block].double() / self._count - mean[:, None] * mean
-            means.append((mean + self._shift[block]).float())
+        for plan, moments in zip(self._plans, self._moments, strict=True):
+            ((mean, covariance),) = moments.of_each()
+            means.append(mean)
             weight = self._weights(plan, covariance.diagonal())
             weights.append(weight.float())
             # Centred numbers of T tokens span T - 1 directions at most.
-            rank = min(len(mean), self._count - 1)
+            rank = min(len(mean), moments.count - 1)
             scaled = covariance * weight * weight[:, None]
             # Single precision only for large bases, for which double would take minutes.
             precision = torch.float64 if len(mean) <= _MOST_DOUBLE else torch.float32
-            _, vectors = torch.linalg.eigh(((scaled + scaled.T) / 2).to(precision))
+            _, vectors = torch.linalg.eigh(scaled.to(precision))
             bases.append(vectors[:, -rank:].flip(1).T.contiguous().to(BASIS_DTYPE))
         return Components(self._spec, self._plans, means, weights, bases)
 

@@ -9,13 +9,13 @@ transform to principal components.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from kvrag.errors import ProfileError
+from kvrag.errors import ParameterError, ProfileError
 from kvrag.kvcache import ChunkKV, KVSpec
 
 KINDS = ("keys", "values")
@@ -71,6 +71,53 @@ class BlockPlan:
     def gather(self, kv: ChunkKV) -> torch.Tensor:
         """Return the channels of a chunk, float32 ``[N, T]``, contiguous."""
         return self.stack(kv.keys, kv.values).float()
+
+
+MOST_ENERGY = 9.0
+"""A token whose energy exceeds the running mean by this factor is scaled down to it.
+
+Otherwise a few attention sinks would determine the first components.
+"""
+
+
+class Moments:
+    """Means and covariances of several matrices of equal width, in memory that does not grow.
+
+    Attributes
+    ----------
+    count
+        Number of tokens so far.
+    """
+
+    def __init__(self, num_matrices: int, width: int) -> None:
+        self.count = 0
+        self._shift: torch.Tensor | None = None  # the first chunk's means, to limit cancellation
+        self._sums = torch.zeros(num_matrices, width, dtype=torch.float64)
+        self._products = torch.zeros(num_matrices, width, width)
+        self._energy = torch.zeros(num_matrices, dtype=torch.float64)
+
+    def update(self, rows: torch.Tensor) -> None:
+        """Add tokens: float32 ``[matrices, n, T]``."""
+        if self._shift is None:
+            self._shift = rows.mean(2, keepdim=True)
+        rows = rows - self._shift
+        self.count += rows.shape[2]
+        energy = rows.square().sum(1)
+        usual = energy.median(1, keepdim=True).values
+        self._energy += energy.clamp(max=MOST_ENERGY * usual).sum(1)
+        most = (MOST_ENERGY * self._energy / self.count).float()[:, None]
+        rows *= torch.where(energy > most, (most / energy).sqrt(), 1.0)[:, None]
+        self._sums += rows.sum(2)
+        self._products.baddbmm_(rows, rows.transpose(1, 2))
+
+    def of_each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the mean float32 ``[n]`` and the covariance float64 ``[n, n]`` of each matrix."""
+        if self._shift is None or self.count < 2:
+            raise ParameterError(f"a profile needs 2 tokens or more; found {self.count}")
+        for sums, products, shift in zip(self._sums, self._products, self._shift, strict=True):
+            mean = sums / self.count
+            covariance = products.double() / self.count - mean[:, None] * mean
+            yield (mean + shift[:, 0]).float(), (covariance + covariance.T) / 2
 
 
 class FittedTransform:

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 import xxhash
 
 from kvrag.codec.container import seal_header
+from kvrag.recordformat import BLOCK, FIXED
 
-# name: offset and struct format of the fields before the layer index
-FIELDS = {
-    "magic": (0, "8s"),
-    "version": (8, "I"),
-    "header_bytes": (12, "I"),
-    "record_bytes": (16, "Q"),
-    "key": (24, "20s"),
-    "codec": (44, "16s"),
-    "dtype": (60, "I"),
-    "num_layers": (64, "I"),
-    "num_kv_heads": (68, "I"),
-    "num_tokens": (72, "I"),
-    "head_dim": (76, "I"),
-    "level": (80, "I"),
-    "num_blocks": (84, "I"),
-    "reserved": (88, "I"),
-    "profile": (92, "20s"),
-}
-INDEX_OFFSET = 112
-INDEX_ENTRY_BYTES = 24
+_NAMES = (
+    *("magic", "version", "header_bytes", "record_bytes", "key", "codec", "dtype", "num_layers"),
+    *("num_kv_heads", "num_tokens", "head_dim", "level", "num_blocks", "reserved", "profile"),
+)
+FIELDS = dict(zip(_NAMES, re.findall(r"\d+s|[A-Z]", FIXED.format), strict=True))
+"""The struct format of each field before the index of blocks."""
 BLOCK_FIELDS = {"offset": 0, "size": 8, "checksum": 16}
 
 
-def get_field(record: bytes, name: str) -> int | bytes:
-    offset, kind = FIELDS[name]
-    (value,) = struct.unpack_from("<" + kind, record, offset)
-    return value
-
-
 def set_field(record: bytearray, name: str, value: int | bytes) -> None:
-    offset, kind = FIELDS[name]
-    struct.pack_into("<" + kind, record, offset, value)
+    values = [*FIXED.unpack_from(record)]
+    values[_NAMES.index(name)] = value
+    FIXED.pack_into(record, 0, *values)
 
 
 def set_block_field(record: bytearray, block_index: int, name: str, value: int) -> None:
-    start = INDEX_OFFSET + block_index * INDEX_ENTRY_BYTES + BLOCK_FIELDS[name]
+    start = FIXED.size + block_index * BLOCK.size + BLOCK_FIELDS[name]
     struct.pack_into("<Q", record, start, value)
 
 
@@ -56,13 +39,13 @@ def reseal(record: bytearray, header_bytes: int) -> bytes:
 
 def reseal_blocks(record: bytearray) -> None:
     """Put right the checksums of those blocks that lie within the record."""
-    num_blocks = struct.unpack_from("<I", record, FIELDS["num_blocks"][0])[0]
+    num_blocks = FIXED.unpack_from(record)[_NAMES.index("num_blocks")]
     for block_index in range(min(num_blocks, 64)):
-        start = INDEX_OFFSET + block_index * INDEX_ENTRY_BYTES
-        if start + INDEX_ENTRY_BYTES > len(record):
+        start = FIXED.size + block_index * BLOCK.size
+        if start + BLOCK.size > len(record):
             return
-        offset, size = struct.unpack_from("<QQ", record, start)
+        offset, size, _ = BLOCK.unpack_from(record, start)
         end = offset + -(-size // 64) * 64
         if end <= len(record):
             digest = xxhash.xxh3_64_intdigest(bytes(record[offset:end]))
-            struct.pack_into("<Q", record, start + 16, digest)
+            set_block_field(record, block_index, "checksum", digest)

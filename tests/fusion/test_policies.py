@@ -101,18 +101,6 @@ def test_candidates_that_are_not_reused_positions_are_refused(bench: Bench, how:
         bench.fuse(bench.prompt(1, 0), WrongPolicy(how))
 
 
-@pytest.mark.parametrize("policy", OF_TOKENS)
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
-def test_the_fewest_tokens_a_chunk_that_make_up_a_share(
-    policy: type[BoundaryPolicy], ratio: float
-) -> None:
-    made = policy(ratio=ratio)
-    tokens = made.tokens_of(PROMPT)
-    assert made.num_candidates(PROMPT) == len(made.candidates(PROMPT)) >= ratio * NUM_REUSED - 1e-9
-    fewer = policy(tokens=tokens - 1).num_candidates(PROMPT) if tokens > 1 else 0
-    assert fewer < ratio * NUM_REUSED or not tokens
-
-
 @pytest.mark.parametrize("policy", OF_RATIO + OF_TOKENS)
 @pytest.mark.parametrize("ratio", [-0.1, 1.01, float("nan"), float("inf")])
 def test_a_ratio_outside_0_to_1_is_refused(policy: type[RecomputePolicy], ratio: float) -> None:

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.chunk import normalise_text
-from kvrag.errors import ParameterError
 from kvrag.fusion import segments
 from kvrag.fusion.segments import MIN_PREFIX_LENGTH, ChunkMatcher, Match
 from tests.fusion.prompts import corpora, prompts
@@ -52,12 +51,6 @@ def test_crlf_prompt_matches_up_to_the_line_end_and_offsets_behind_it_hold():
     line_end = A.index("\n")
     start = prompt.index(B)
     assert matches == [Match("a", 0, line_end, True), Match("b", start, start + len(B), False)]
-
-
-def test_min_prefix_length_is_a_parameter():
-    assert make_matcher({"b": B}, min_prefix_length=40).find(B[:40]) == [Match("b", 0, 40, True)]
-    with pytest.raises(ParameterError, match="at least 32"):
-        ChunkMatcher(min_prefix_length=31)
 
 
 def test_contained_chunk_does_not_break_the_longer_one():

@@ -103,34 +103,6 @@ def test_without_threads_whoever_waits_brings_each_layer_and_finds_all_damage() 
     assert prefetch.hidden_seconds == pytest.approx(0.0, abs=0.01)
 
 
-def test_waiting_for_a_layer_waits_for_all_lanes() -> None:
-    gate = threading.Event()
-    brought: list[tuple[int, int]] = []
-
-    def work(lane: int, layer: int) -> None:
-        if (lane, layer) == (1, 0):
-            assert gate.wait(30)
-        brought.append((lane, layer))
-
-    prefetch = LayerPrefetch(2, 3, work, num_threads=2)
-    seen: list[set[tuple[int, int]]] = []
-
-    def wait() -> None:
-        prefetch.wait(0)
-        seen.append(set(brought))
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    wait_until(lambda: (0, 2) in brought)
-    waiter.join(0.05)
-    assert not seen
-    gate.set()
-    waiter.join(30)
-    assert seen
-    assert (1, 0) in seen[0]
-    prefetch.close()
-
-
 def test_a_failure_ends_its_lane_alone_and_wakes_who_waits() -> None:
     def work(lane: int, layer: int) -> None:
         if (lane, layer) == (1, 1):
