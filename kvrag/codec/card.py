@@ -466,8 +466,15 @@ def _difference(coder: Coder, num_planes: int, device: torch.device) -> float:
         layers, level = profile.transform.plans[0].layers, profile.levels.index(coder.level)
         blocks = _coded_blocks(codec, coder, num_planes, made)
     key, spec = ChunkKey("0" * 40), profile.spec
-    shape_of = {"spec": spec, "num_tokens": _TRIAL_TOKENS, "level": level}
-    record = write_record(key, codec=codec.name, blocks=blocks, profile=profile.hash, **shape_of)
+    record = write_record(
+        key,
+        codec=codec.name,
+        spec=spec,
+        num_tokens=_TRIAL_TOKENS,
+        blocks=blocks,
+        level=level,
+        profile=profile.hash,
+    )
     chunk = codec.open_record(RecordReader(_Bytes(record), key), spec)
     memory = torch.zeros(chunk.coded_bytes(layers), dtype=torch.uint8)
     parts = chunk.read_coded(layers, memory.numpy().data)

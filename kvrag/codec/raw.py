@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import ClassVar
 
 import torch
@@ -133,8 +133,8 @@ class RawCodec(Codec):
         """Return into how many blocks of equally many heads a layer is split."""
         return 1
 
-    opened: ClassVar[Callable[[RecordReader], OpenedRecord]] = RawChunk
-    """Makes an opened record."""
+    opened: ClassVar[type[OpenedRecord]] = RawChunk
+    """The class of opened records."""
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

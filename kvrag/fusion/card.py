@@ -169,7 +169,7 @@ class Placement:
         for part in self.groups[number]:
             of_kind = num_heads * part.num_tokens * head_dim
             first = part.offset + (layers.start - part.first_layer) * part.stride
-            first += part.first_token * head_dim + part.memory.storage_offset()
+            first += part.first_token * head_dim + int(part.memory.storage_offset())
             shape = (len(layers), 2, num_heads, part.num_rows, head_dim)
             strides = (part.stride, of_kind, part.num_tokens * head_dim, head_dim, 1)
             stored = part.memory.as_strided(shape, strides, first)

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -214,7 +213,15 @@ class PinnedBuffers:
     def take(self, num_bytes: int) -> Pinned:
         """Return a buffer of at least `num_bytes` bytes, which nobody reads or writes."""
         with self._lock:
-            taken = self._choose(num_bytes)
+            done = [one for one in self._free if is_over(one.copied)]
+            fitting = [one for one in done if one.memory.numel() >= num_bytes]
+            taken = next(iter(fitting), None)
+            if taken is None and self._num_made < self._most:
+                self._num_made += 1
+            elif taken is None:
+                taken = next(iter(done or self._free), None)
+            if taken is not None:
+                self._free.remove(taken)
         if taken is not None and taken.copied is not None:
             if not is_over(taken.copied):
                 taken.copied.synchronize()
@@ -229,19 +236,6 @@ class PinnedBuffers:
         pinned.copied = copied
         with self._lock:
             self._free.append(pinned)
-
-    def _choose(self, num_bytes: int) -> Pinned | None:
-        """Take a free buffer out, the oldest first; None for a new one."""
-        done = [one for one in self._free if is_over(one.copied)]
-        fitting = [one for one in done if one.memory.numel() >= num_bytes]
-        if not fitting and self._num_made < self._most:
-            self._num_made += 1
-            return None
-        with suppress(StopIteration):
-            chosen = next(iter(fitting or done or self._free))
-            self._free.remove(chosen)
-            return chosen
-        return None
 
 
 def page_locked(num_bytes: int) -> torch.Tensor:

@@ -349,28 +349,24 @@ class ChunkStream:
         return True
 
 
+@dataclass(eq=False)
 class _Decoder:
     """Decodes the planes of each record that have arrived, complete records first."""
 
-    def __init__(
-        self,
-        items: Sequence[StreamItem],
-        pace: Pace,
-        errors: tuple[type[Exception], ...],
-        device: torch.device,
-    ) -> None:
-        self._items = items
-        self._pace = pace
-        self._errors = errors
-        self._device = device
+    items: Sequence[StreamItem]
+    pace: Pace
+    errors: tuple[type[Exception], ...]
+    device: torch.device
+    num_placed: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, Exception] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._waiting: dict[int, int] = {}
         self._left_out: set[int] = set()
         self._busy: int | None = None
         self._is_finished = False
         self._changed = threading.Condition()
         self._inference_mode = torch.is_inference_mode_enabled()
-        self.num_placed: dict[int, int] = {}
-        self.lost: dict[int, Exception] = {}
 
     def add(self, number: int, num_planes: int) -> None:
         """Queue a record to be decoded with `num_planes` planes, instead of fewer."""
@@ -393,11 +389,11 @@ class _Decoder:
     def expected_seconds(self) -> float:
         """Return the expected seconds of decoding the queue, and one more record."""
         with self._changed:
-            tokens = sum(self._items[number].chunk.num_tokens for number in self._waiting)
-            tokens += max((item.chunk.num_tokens for item in self._items), default=0)
+            tokens = sum(self.items[number].chunk.num_tokens for number in self._waiting)
+            tokens += max((item.chunk.num_tokens for item in self.items), default=0)
             if self._busy is not None:
-                tokens += self._items[self._busy].chunk.num_tokens
-        return self._pace.seconds(tokens) or 0.0
+                tokens += self.items[self._busy].chunk.num_tokens
+        return self.pace.seconds(tokens) or 0.0
 
     def run(self) -> None:
         """Decode until `finish` is called and the queue is empty."""
@@ -412,31 +408,28 @@ class _Decoder:
             if not self._waiting:
                 return None
             # Complete records come first: they will not be decoded again.
-            number = min(
-                self._waiting,
-                key=lambda one: (
-                    self._waiting[one] < len(self._items[one].chunk.plane_bytes),
-                    one,
-                ),
+            _, number = min(
+                (planes < len(self.items[one].chunk.plane_bytes), one)
+                for one, planes in self._waiting.items()
             )
             self._busy = number
             return number, self._waiting.pop(number)
 
     def _decode(self, number: int, num_planes: int) -> None:
-        item = self._items[number]
+        item = self.items[number]
         for planes in range(num_planes, 0, -1):
             started = time.perf_counter()
             try:
                 item.chunk.use(planes)
                 item.place()
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
-            except self._errors as error:
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()
+            except self.errors as error:
                 # Try again without the damaged plane, over what it has written.
                 if planes == 1:
                     self.lost[number] = error
                 continue
-            self._pace.observe(item.chunk.num_tokens, time.perf_counter() - started)
+            self.pace.observe(item.chunk.num_tokens, time.perf_counter() - started)
             with self._changed:
                 if number not in self._left_out:
                     self.num_placed[number] = planes

@@ -186,20 +186,6 @@ def test_a_profile_is_known_by_its_hash() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "label"),
-    [
-        ("raw", "raw"),
-        ("lossless", "lossless"),
-        ("cachegen", "cachegen:2"),
-        ("transform:0.5", "transform:0.5"),
-        ("transform:1.60", "transform:1.6"),
-    ],
-)
-def test_names_of_codecs(name: str, label: str) -> None:
-    assert choose_codec(name).label == label
-
-
-@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("zip", "no codec 'zip'; known codecs: raw, raw-heads, lossless"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvrag.errors import IndexFormatError, ParameterError
-from kvrag.fusion.controller import Calibration, Cost, Expected, LoadingController, Measured
+from kvrag.fusion.controller import Calibration, Cost, LoadingController, Measured
 from kvrag.fusion.layout import ReusedSpan
 from kvrag.fusion.policies.base import (
     NonePolicy,
@@ -21,7 +21,6 @@ from kvrag.fusion.policies.boundary import BoundaryPolicy
 from kvrag.fusion.policies.deviation import DeviationPolicy
 from kvrag.fusion.policies.query import QueryPolicy
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
-from kvrag.fusion.repair import Repair
 from kvrag.loading.cost import LoadingCost, StoredRows, TierCost
 from kvrag.models.kv_model import KVModel
 from kvrag.regularfile import checksum
@@ -58,22 +57,17 @@ def test_planned_rows_are_those_that_are_computed() -> None:
     prompt = bench.prompt(2, 0, 3, 1)
     policies = (
         NonePolicy(),
-        Repair(QueryPolicy(0.3), shift=0.5),
-        BoundaryPolicy(3),
         DeviationPolicy(0.3),
         QueryPolicy(0.3),
         QueryPolicy(0.3, depth=0.5),
         TwoStagePolicy(0.2),
         TwoStagePolicy(0.2, look=0.75),
     )
-    for choice in policies:
-        fused = bench.fuse(prompt, choice)
-        policy = choice.policy if isinstance(choice, Repair) else choice
+    for policy in policies:
+        fused = bench.fuse(prompt, policy)
         report = fused.report
         inexact = report.num_reused + report.num_recomputed
         spans = (ReusedSpan("all", 0, 0, inexact),)
-        if isinstance(policy, BoundaryPolicy):
-            continue  # counts spans, which are known to the layout alone
         # Nothing before the first candidate changes after the look.
         first = [*fused.picks[0][:1].tolist(), 0][0]
         rows = PromptRows(report.num_tokens, 4, spans, num_leading=int((fused.fresh < first).sum()))
@@ -109,21 +103,6 @@ def test_what_a_budget_allows(
     assert (repair.policy, expected.loss) == (policy, loss)
 
 
-def _loading(seconds: float, **budget: float) -> tuple[RecomputePolicy, Expected]:
-    """Choose with a store that takes so long for the prompt's KV."""
-    calibration = replace(
-        CALIBRATION,
-        policies=tuple(
-            Measured("boundary", ratio, 0.1 - ratio / 10, 0.0, 1.0)
-            for ratio in (0.1, 0.3, 0.5, 1.0)
-        ),
-        loading=_store(0.0, seconds / 1000),
-    )
-    controller = LoadingController(calibration=calibration, **budget)
-    repair, expected = controller.choose(PROMPT, NUM_FRESH, RECORDS)
-    return repair.policy, expected
-
-
 @pytest.mark.parametrize(
     ("seconds", "budget", "ratio"),
     [
@@ -142,8 +121,11 @@ def _loading(seconds: float, **budget: float) -> tuple[RecomputePolicy, Expected
 def test_the_share_that_hides_behind_loading(
     seconds: float, budget: dict[str, float], ratio: float
 ) -> None:
-    policy, expected = _loading(seconds, **budget)
-    assert policy == BoundaryPolicy(ratio=ratio)
+    measured = tuple(Measured("boundary", r, 0.1 - r / 10, 0.0, 1.0) for r in (0.1, 0.3, 0.5, 1.0))
+    calibration = replace(CALIBRATION, policies=measured, loading=_store(0.0, seconds / 1000))
+    auto = LoadingController(calibration=calibration, **budget)
+    repair, expected = auto.choose(PROMPT, NUM_FRESH, RECORDS)
+    assert repair.policy == BoundaryPolicy(ratio=ratio)
     assert expected.loss == pytest.approx(0.1 - ratio / 10)
 
 

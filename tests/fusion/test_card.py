@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -615,29 +614,6 @@ def test_copies_before_a_damaged_piece_are_waited_for(monkeypatch: pytest.Monkey
     queue.current().hurry()
     queue.finish()
     assert bool((reading._slots == 7).all())
-
-
-def test_a_prompt_that_never_begins_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, although one of its records cannot be opened."""
-    prompt = _plain(1)
-    queue = QueueDevice(0)
-    use(queue, monkeypatch)
-    memory = _Memory(10_000_000, queue)
-
-    def open_kv(*record_id: Any) -> EncodedChunk | None:
-        if record_id == ("chunk-1", ()):
-            raise StoreError("gone")
-        return prompt.open_kv(*record_id)
-
-    hot = HotRecords(memory.tier, HotTier("none", 0, lambda _: None), torch.device("cpu"))
-    early = EarlyRecords(open_kv, hot, prompt.spec, num_threads=2)
-    early.begin([(f"chunk-{n}", ()) for n in (0, 1)])
-    gc.disable()
-    try:
-        del early
-    finally:
-        gc.enable()
-    assert [one._num_holders for one in memory.tier._kept.values()] == [0]
 
 
 def test_a_model_that_moved_gets_memory_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

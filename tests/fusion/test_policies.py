@@ -57,22 +57,15 @@ def small_model() -> KVModel:
 
 
 class TestPolicy(PolicyContract):
-    """Every policy of kvrag's own, as it is without parameters."""
+    """Every policy of kvrag's own."""
 
-    @pytest.fixture(params=POLICIES.built_in)
+    @pytest.fixture(params=[*POLICIES.built_in, "gradual:spread=1.0:on=kv", "query:depth=0"])
     def policy(self, request: pytest.FixtureRequest) -> RecomputePolicy:
         return make_repair(request.param).policy
 
     @pytest.fixture
     def model(self) -> KVModel:
         return small_model()
-
-
-@pytest.mark.parametrize("spec", ["gradual:spread=1.0:on=kv", "query:depth=0"])
-class TestPolicyWithParameters(TestPolicy):
-    @pytest.fixture
-    def policy(self, spec: str) -> RecomputePolicy:
-        return make_repair(spec).policy
 
 
 @dataclass(frozen=True)
@@ -215,13 +208,11 @@ def test_a_look_at_the_first_layers_computes_the_question_no_further(bench: Benc
     ("policy", "num_loaded"),
     [
         (NonePolicy(), 4),
-        (BoundaryPolicy(ratio=0.3), 4),
         (TwoStagePolicy(0.3), 4),
         (DeviationPolicy(0.3), 3),
         # All tokens in layers 0 and 1, and one of three less in the last.
         (GradualPolicy(0.9, spread=1.0), 2),
         (RandomPolicy(1.0), 0),
-        (QueryPolicy(1.0), 0),
         (SeamPolicy(tokens=1000), 0),
     ],
 )
@@ -333,11 +324,7 @@ def test_relevance_is_attention_times_the_norm_of_values(family: str) -> None:
         *POLICIES,
         LoadingController.name,
         *("boundary:tokens=4", "seam:ratio=0.2", "deviation:ratio=0.3:on=k", "gradual:spread=0.8"),
-        *(
-            "two_stage:look=0.25",
-            "query:depth=0.5",
-            "query:ratio=0.1:shift=0.8",
-        ),
+        *("two_stage:look=0.25", "query:depth=0.5", "query:ratio=0.1:shift=0.8"),
         *("auto:ttft=0.5:loss=0.02", "auto:ratio=0.2:shift=0.9", "random:ratio=1e-3"),
     ],
 )

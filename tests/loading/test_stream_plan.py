@@ -121,12 +121,6 @@ def test_on_a_link_that_changes(sizes: list[Planes], seed: int, deadline: float)
         assert found.loss >= best - 1e-9
 
 
-def test_nothing_is_computed_where_that_is_not_known() -> None:
-    plan = StreamPlan([(1000, 1000)] * 2, lambda chosen: None)
-    step = plan.next(10.0, LinkState(1e6))
-    assert step == Step(0, 2, pytest.approx(0.002), is_needed=True)  # type: ignore[arg-type]
-
-
 def test_a_slow_link_is_measured_before_it_is_given_up() -> None:
     """Otherwise it would never be found that it has become fast again."""
     sizes = [(100_000,)] * 4
