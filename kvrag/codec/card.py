@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from kvrag.chunk import ChunkKey
 from kvrag.codec.container import RecordReader, write_record
-from kvrag.codec.decoding import CodedPart, PipelineChunk
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.packed import PackedChunk, PackedCodec, PackedPart
 from kvrag.codec.pca import Components
-from kvrag.codec.pipeline import PipelineCodec
+from kvrag.codec.pipeline import CodedPart, PipelineChunk, PipelineCodec
 from kvrag.codec.tables import NUM_CONTEXTS
 from kvrag.codec.transforms import KINDS, BlockPlan, ChannelRows
 from kvrag.kvcache import ChunkKV, KVSpec

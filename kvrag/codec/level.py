@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, check_kv
-from kvrag.codec.container import RecordReader
+from kvrag.codec.container import RecordReader, write_record
 from kvrag.codec.pca import Components
 from kvrag.codec.profile import Level, Profile
 from kvrag.codec.tables import MAX_MAGNITUDE, RADIX
@@ -197,6 +199,24 @@ class ProfiledCodec(Codec):
                 "a profile for this model with 'kvrag profile'"
             )
         return spec
+
+    def write(
+        self,
+        key: ChunkKey,
+        kv: ChunkKV,
+        blocks: Sequence[Sequence[bytes | memoryview]],
+        level: int = 0,
+    ) -> bytes:
+        """Return the record of KV, whose blocks are encoded."""
+        return write_record(
+            key,
+            codec=self.name,
+            spec=self.profile.spec,
+            num_tokens=kv.num_tokens,
+            blocks=blocks,
+            level=level,
+            profile=self.profile.hash,
+        )
 
     def require(self, reader: RecordReader, spec: KVSpec) -> None:
         """Raise RecordError unless a record is this codec's, of `spec` and of the profile."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import OpenedRecord, check_layer_index
 from kvrag.codec.block import MATRIX, BlockReader, pack_streams
-from kvrag.codec.container import RecordReader, write_record
+from kvrag.codec.container import RecordReader
 from kvrag.codec.level import LevelCoder, ProfiledCodec
 from kvrag.codec.profile import Profile
 from kvrag.codec.tables import to_symbols
@@ -56,14 +56,7 @@ class LosslessCodec(ProfiledCodec):
             head = MATRIX.pack(len(escaped), len(streams))
             packed = _pack_rest(rest, rest_bits(spec.dtype))
             blocks.append([head, escaped.tobytes(), streams, packed])
-        return write_record(
-            key,
-            codec=NAME,
-            spec=spec,
-            num_tokens=kv.num_tokens,
-            blocks=blocks,
-            profile=self.profile.hash,
-        )
+        return self.write(key, kv, blocks)
 
     def open_record(self, reader: RecordReader, spec: KVSpec) -> LosslessChunk:
         self.require(reader, spec)

@@ -18,7 +18,7 @@ from kvrag.chunk import ChunkKey
 from kvrag.codec.bands import FittedBands
 from kvrag.codec.base import Destination, StoredForCards, check_layer_index
 from kvrag.codec.block import COUNT, BlockReader
-from kvrag.codec.container import RecordReader, write_record
+from kvrag.codec.container import RecordReader
 from kvrag.codec.level import ProfiledCodec
 from kvrag.codec.names import PACKED
 from kvrag.codec.pipeline import OUTLIER_FACTOR
@@ -60,14 +60,8 @@ class PackedCodec(ProfiledCodec):
 
     def encode(self, key: ChunkKey, kv: ChunkKV) -> bytes:
         spec = self.check_fitted(kv)
-        return write_record(
-            key,
-            codec=PACKED,
-            spec=spec,
-            num_tokens=kv.num_tokens,
-            blocks=[self.encode_layer(index, kv) for index in range(spec.num_layers)],
-            profile=self.profile.hash,
-        )
+        blocks = [self.encode_layer(index, kv) for index in range(spec.num_layers)]
+        return self.write(key, kv, blocks)
 
     def encode_layer(self, layer_index: int, kv: ChunkKV) -> list[bytes | memoryview]:
         """Return the parts of a layer's block."""

@@ -200,8 +200,8 @@ def _difference(dtype: torch.dtype, device: torch.device, head_dim: int, num_rot
     # One in separate memory, from layer 0 on, and one whose layer 0 is not there.
     for num_tokens, first, num_rows, held in ((90, 3, 80, 0), (5, 0, 5, 1)):
         stride = 2 * num_heads * num_tokens * head_dim
-        memory = torch.randn((3 - held) * stride, generator=made).to(device, dtype)
-        parts.append(Part(memory, 0, stride, held, num_tokens, first, row, num_rows))
+        memory = torch.randn(head_dim + (3 - held) * stride, generator=made).to(device, dtype)
+        parts.append(Part(memory, head_dim, stride, held, num_tokens, first, row, num_rows))
         row += num_rows + 1
     angles = torch.randn(row, num_rotated // 2, generator=made).repeat(1, 2).to(device)
     table = RotaryTable(angles.cos(), angles.sin())

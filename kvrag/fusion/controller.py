@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ from kvrag.regularfile import checksum
 # -- what a calibration found --------------------------------------------------------------------
 
 FORMAT_VERSION = 3
+_BESIDE = ("format_version", "checksum")  # what a file has besides the fields
 
 
 @dataclass(frozen=True)
@@ -196,28 +197,22 @@ class Calibration:
             If the text is not a calibration, or was altered; the message names it by `where`.
         """
         try:
-            fields: Mapping[str, Any] = json.loads(text)
+            fields: dict[str, Any] = json.loads(text)
             version = fields["format_version"]
             if version != FORMAT_VERSION:
                 raise IndexFormatError(
                     f"{where}: calibration of format {shown(version)}, but this version reads "
                     f"format {FORMAT_VERSION}: run 'kvrag calibrate' again"
                 )
-            loading = fields["loading"]
-            made = cls(
-                model_fingerprint=str(fields["model_fingerprint"]),
-                data=str(fields["data"]),
-                measure=str(fields["measure"]),
-                num_questions=int(fields["num_questions"]),
-                policies=tuple(
-                    Measured(**policy)
-                    for policy in fields["policies"]
-                    if not names_gone(str(policy["policy"]))
-                ),
-                cost=Cost(**fields["cost"]),
-                loading=LoadingCost.from_dict(loading) if loading is not None else None,
-            )
-            found, expected = fields.get("checksum"), checksum(fields)
+            expected, found = checksum(fields), fields.get("checksum")
+            given = {key: value for key, value in fields.items() if key not in _BESIDE}
+            policies = [one for one in given["policies"] if not names_gone(str(one["policy"]))]
+            given["policies"] = tuple(Measured(**policy) for policy in policies)
+            given["num_questions"] = int(given["num_questions"])
+            given["cost"] = Cost(**given["cost"])
+            if given["loading"] is not None:
+                given["loading"] = LoadingCost.from_dict(given["loading"])
+            made = cls(**given)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise IndexFormatError(
                 f"{where}: not a calibration ({type(error).__name__}: {error}); run "

@@ -129,17 +129,6 @@ def test_the_share_that_hides_behind_loading(
     assert expected.loss == pytest.approx(0.1 - ratio / 10)
 
 
-def test_a_policy_that_asks_first_hides_nothing_of_its_computing() -> None:
-    loading = _store(0.0, 0.01)
-    calibration = replace(CALIBRATION, loading=loading)
-    # 10 s of loading, 1 s of asking in its shadow, then 1 s + 1.5 s of computing in the light.
-    policy = QueryPolicy(0.15, depth=1.0)
-    found = calibration.estimate(policy, PROMPT, NUM_FRESH, RECORDS)
-    rows = planned_rows(policy, PROMPT, NUM_FRESH)
-    assert found.seconds == pytest.approx(10.0 + 0.1 + rows / 1000 - 1.0)
-    assert found.load_seconds == pytest.approx(10.0)
-
-
 def test_a_share_bounds_policies_that_take_none() -> None:
     """1,000 reused tokens in one chunk: 20 of them are 2 %."""
     policies = (

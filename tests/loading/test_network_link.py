@@ -45,18 +45,6 @@ def test_small_answers_and_requests_do_not_count_as_speed() -> None:
     assert link.state.bytes_per_second == pytest.approx(1e6, rel=0.01)
 
 
-def test_prior_knowledge_gives_way() -> None:
-    clock = Clock()
-    link = NetworkLink(clock)
-    link.expect(5e6)
-    assert link.state.bytes_per_second == pytest.approx(5e6)
-    for _ in range(100):
-        carry(link, clock, 100_000, 0.1)
-    assert link.state.bytes_per_second == pytest.approx(1e6, rel=0.01)
-    link.expect(5e6)
-    assert link.state.bytes_per_second == pytest.approx(1e6, rel=0.01)
-
-
 def test_what_is_carried_at_the_same_time_is_the_links() -> None:
     clock = Clock()
     link = NetworkLink(clock)

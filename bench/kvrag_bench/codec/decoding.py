@@ -16,10 +16,9 @@ import torch
 
 from kvrag.codec.base import Codec, Destination
 from kvrag.codec.config import RateDistortion, choose_codec
-from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.fitting import fit_profile
 from kvrag.codec.pca import PCA
-from kvrag.codec.pipeline import PipelineCodec
+from kvrag.codec.pipeline import PipelineChunk, PipelineCodec
 from kvrag.codec.registry import get_codec
 from kvrag.errors import ParameterError
 from kvrag.kvcache import ChunkKV, FusedKV

@@ -11,10 +11,9 @@ import torch
 from kvrag.chunk import ChunkKey
 from kvrag.codec.base import Codec, EncodedChunk
 from kvrag.codec.container import RecordReader
-from kvrag.codec.decoding import PipelineChunk
 from kvrag.codec.level import LevelCoder
 from kvrag.codec.lossless import LosslessCodec, rest_bits, split
-from kvrag.codec.pipeline import PipelineCodec
+from kvrag.codec.pipeline import PipelineChunk, PipelineCodec
 from kvrag.codec.tables import NUM_CONTEXTS, coarser, digit_contexts, digit_symbols, to_symbols
 from kvrag.ingest.coding import read_all
 from kvrag.kvcache import ChunkKV, KVSpec
