@@ -205,16 +205,11 @@ class Sample:
             v[:n] -= v[:n].sign() * shrink[:, None]
             squares = (v - rows[block]).square() * steps[block][:, None].square()
             distortion.append(lost + float(squares.sum(0).mean()))
-        return Level(
-            name=name,
-            steps=tuple(
-                step[:n].contiguous() for step, n in zip(steps, fitted.num_rows[-1], strict=True)
-            ),
-            classes=np.concatenate(fitted.classes).astype(np.uint16),
-            planes=planes,
-            distortion=torch.tensor(distortion),
-            relative_error=sum(distortion) / max(self._energy, 1e-30),
-        )
+        in_use = zip(steps, fitted.num_rows[-1], strict=True)
+        kept = tuple(step[:n].contiguous() for step, n in in_use)
+        classes = np.concatenate(fitted.classes).astype(np.uint16)
+        error = sum(distortion) / max(self._energy, 1e-30)
+        return Level(name, kept, classes, planes, torch.tensor(distortion), error)
 
     def _worth_coding(self, level: int, rows: torch.Tensor) -> torch.Tensor:
         """Return rows in units of their step, with zeros for rows that are not worth coding.
@@ -242,14 +237,8 @@ class Sample:
                 np.add.at(gaps, classes, (gap * used).sum(1).double().numpy())
                 np.add.at(hits, classes, used.sum(1).double().numpy())
             shrink = torch.from_numpy(gaps / np.maximum(hits, 1)).float().clamp(-0.5, 0.5)
-            planes.append(
-                Plane(
-                    frequencies=fitted.frequencies[number],
-                    num_rows=tuple(fitted.num_rows[number]),
-                    shrink=shrink,
-                    bits=bits / self._num_elements,
-                )
-            )
+            frequencies, rows_of = fitted.frequencies[number], tuple(fitted.num_rows[number])
+            planes.append(Plane(frequencies, rows_of, shrink, bits / self._num_elements))
         return tuple(planes)
 
 
@@ -340,14 +329,9 @@ def _fit_bands(config: PipelineConfig, transform: FittedBands, kept: list[ChunkK
     row_bits = sum(8 * transform.prepared(block).row_bytes for block in range(num_blocks))
     num_channels = sum(len(mean) for mean in transform.means)
     plane = Plane(nothing, (0,) * num_blocks, torch.zeros(1), row_bits / num_channels)
-    return Level(
-        name=config.allocation.level_names()[0],
-        steps=(torch.empty(0),) * num_blocks,
-        classes=np.empty(0, np.uint16),
-        planes=(plane,),
-        distortion=torch.tensor(distortion),
-        relative_error=sum(distortion) / max(energy, 1e-30),
-    )
+    name, steps = config.allocation.level_names()[0], (torch.empty(0),) * num_blocks
+    error = sum(distortion) / max(energy, 1e-30)
+    return Level(name, steps, np.empty(0, np.uint16), (plane,), torch.tensor(distortion), error)
 
 
 def _without_wild_tokens(kv: ChunkKV) -> ChunkKV:
@@ -379,17 +363,8 @@ def _fit_exponents(
     np.add.at(pooled, classes, rows)
     frequencies = tables.fit_frequencies(pooled)
     cost = with_escapes(tables.bits_of(frequencies))
-    plane = Plane(
-        frequencies=frequencies,
-        num_rows=tuple(map(len, steps)),
-        shrink=torch.zeros(len(frequencies)),
-        bits=float((pooled * cost).sum() / pooled.sum()) + rest_bits(spec.dtype),
-    )
-    return Level(
-        name=config.allocation.level_names()[0],
-        steps=tuple(steps),
-        classes=classes.astype(np.uint16),
-        planes=(plane,),
-        distortion=torch.zeros(len(transform.plans)),
-        relative_error=0.0,
-    )
+    bits = float((pooled * cost).sum() / pooled.sum()) + rest_bits(spec.dtype)
+    rows_of, shrink = tuple(map(len, steps)), torch.zeros(len(frequencies))
+    plane, name = Plane(frequencies, rows_of, shrink, bits), config.allocation.level_names()[0]
+    nothing = torch.zeros(len(transform.plans))
+    return Level(name, tuple(steps), classes.astype(np.uint16), (plane,), nothing, 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Hashable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,8 @@ from kvrag.kvcache import ChunkKV, KVSpec
 _MAX_VIEWS = 64
 
 _View = tuple[memoryview, torch.Tensor, torch.Tensor]
+_Shape = tuple[int, int, int, torch.dtype]
+"""H, T, D, and the type."""
 
 
 class _Scratch(threading.local):
@@ -31,19 +33,16 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._views: dict[tuple[int, int, int, torch.dtype], _View] = {}
+        self._views: dict[_Shape, _View] = {}
 
-    def view(self, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype) -> _View:
+    def view(self, shape: _Shape) -> _View:
         """Return the padded block as bytes, and its keys and values as ``[H, T, D]``."""
-        shape = (num_kv_heads, num_tokens, head_dim, dtype)
         view = self._views.get(shape)
         if view is None:
             view = self._views[shape] = self._make_view(*shape)
         return view
 
-    def _make_view(
-        self, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype
-    ) -> _View:
+    def _make_view(self, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: Any) -> _View:
         size = 2 * num_kv_heads * num_tokens * head_dim * dtype.itemsize
         # Not inference tensors, even if the caller is in inference mode: they outlive this call.
         with torch.inference_mode(False), torch.no_grad():
@@ -74,7 +73,7 @@ class RawChunk(OpenedRecord):
         The thread's next call on any `RawChunk` overwrites it, so copy them first.
         """
         check_layer_index(layer_index, len(self._reader.header.blocks))
-        buffer, keys, values = _scratch.view(*self._shape)
+        buffer, keys, values = _scratch.view(self._shape)
         self._reader.read_block(layer_index, buffer)
         return keys, values
 

@@ -40,11 +40,8 @@ def evict_prompt(model: KVModel, fused: FusedPrompt, policy: str | EvictionPolic
     num_rows = len(layout.token_ids)
     linked = LinkedRows(model, layout, fused.links)
     tokens = [row for row, token_id in enumerate(layout.token_ids) if token_id >= 0]
-    asking = torch.tensor(
-        tokens[len(tokens) - min(len(tokens), cache.policy.num_queries) :],
-        dtype=torch.long,
-        device=model.device,
-    )
+    last = tokens[max(0, len(tokens) - cache.policy.num_queries) :]
+    asking = torch.tensor(last, dtype=torch.long, device=model.device)
     everything = torch.ones(1, num_rows, dtype=torch.bool, device=model.device)
     layers: list[Any] = cache.layers
     with model.computing_rows(linked.adapter, fused.fresh):

@@ -105,8 +105,7 @@ def add_given(given: dict[str, Any], spec: str, **more: float | None) -> None:
         if key in given:
             raise ParameterError(
                 f"policy {shown(spec)} and {_SHOWN.get(key, key)} {value}: both set the {key}; "
-                "leave "
-                "one out"
+                "leave one out"
             )
         given[key] = value
 

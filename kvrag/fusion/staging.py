@@ -428,10 +428,13 @@ class HotRecords:
         with self._lock:
             if source.name not in self._taken:
                 hot = self._find(source)
+                found = {}
                 if hot is not None and hot.is_whole:
-                    self._note("card", source.num_bytes)
+                    found = {"card": source.num_bytes}
                 elif source.find(self._pinned):
-                    self._note("pinned", source.pinned_bytes)
+                    found = {"pinned": source.pinned_bytes}
+                self.num_found.update(found.keys())
+                self.bytes_found.update(found)
                 self._taken[source.name] = source, hot
             return self._taken[source.name]
 
@@ -451,10 +454,6 @@ class HotRecords:
                 self._card.release(hot.chunk, uses)
             if is_pinned:
                 threads.start(partial(source.pin, self._pinned), threads.KEEPING)
-
-    def _note(self, memory: str, num_bytes: int) -> None:
-        self.num_found[memory] += 1
-        self.bytes_found[memory] += num_bytes
 
     def _find(self, source: Source) -> Hot | None:
         chunk = self._card.find(source.name)

@@ -64,7 +64,6 @@ class LayerPrefetch:
         self._idle = [(0, lane) for lane in range(num_lanes if num_layers else 0)]
         self._num_left = [num_lanes] * num_layers
         self._num_ahead = max(_LEAST_AHEAD, num_layers // 4) if num_ahead is None else num_ahead
-        self._num_ahead *= num_threads > 0
         self._asked_layer = 0
         self._num_threads = min(num_threads, num_lanes)
         self._num_running = 0
@@ -101,6 +100,8 @@ class LayerPrefetch:
             Lanes that have failed, in this layer or later ones, and why: all of them, so that one
             restart is enough. Empty if the layer and all before it are loaded.
         """
+        if not self._num_threads:
+            return self._load_here(layer_index)
         busy_before = self.busy_seconds
         has_failed = self._wait_for(
             layer_index, lambda: self._failures or not self._num_left[layer_index]
@@ -110,10 +111,11 @@ class LayerPrefetch:
 
     def is_loaded(self, layer_index: int) -> bool:
         """Ask for a layer, and return whether `wait` would begin at once; if not, it is coming."""
+        if not self._num_threads:
+            return True
         with self._changed:
             self._ask(layer_index)
-            is_here = bool(self._failures) or not self._num_left[layer_index]
-            return is_here or not self._num_threads
+            return bool(self._failures) or not self._num_left[layer_index]
 
     def drain(self) -> Mapping[int, Exception]:
         """Wait until every lane is loaded or has failed; return those that failed, and why."""
@@ -122,12 +124,21 @@ class LayerPrefetch:
     def _wait_for(self, layer_index: int, is_here: Callable[[], object]) -> Mapping[int, Exception]:
         with self._changed:
             self._ask(layer_index)
-            self._num_running += not self._num_threads
-        if not self._num_threads:
-            self._run()
-        with self._changed:
             self._changed.wait_for(is_here)
             return dict(self._failures)
+
+    def _load_here(self, last_layer: int) -> Mapping[int, Exception]:
+        """Load layers up to one in this thread; after a failure all, to find all damage."""
+        while self._idle and self._idle[0][0] <= last_layer:
+            layer_index, lane = heapq.heappop(self._idle)
+            try:
+                self._work(lane, layer_index)
+            except Exception as error:
+                self._failures[lane], last_layer = error, self._num_layers
+            else:
+                if layer_index + 1 < self._num_layers:
+                    heapq.heappush(self._idle, (layer_index + 1, lane))
+        return self._failures
 
     def close(self) -> None:
         """Start no more work and wait for running work. Nothing is written afterwards."""
