@@ -26,8 +26,8 @@ from kvrag.codec.profile import Profile
 from kvrag.codec.transforms import KINDS, greatest_tame
 from kvrag.errors import RecordError
 from kvrag.kvcache import ChunkKV, KVSpec
-from kvrag.native import Points, Rotation, contexts, reconstruct, refine
 from kvrag.native.entropy import stream_offsets
+from kvrag.native.reconstruction import Points, Rotation, contexts, reconstruct, refine
 from kvrag.positions.rotary import RotaryTable
 
 NAME = "pipeline"
