@@ -293,6 +293,8 @@ def test_kernels_that_are_wrong_do_not_decode(
     def start(one: str, grid: Any, *given: Any, dtype: Any, device: Any, **more: Any) -> None:
         if one != wrong and 0 not in grid:
             play(one, *given, **more)
+        elif one == "rans":
+            given[2].zero_()  # an earlier trial may have left the right numbers in this memory
 
     monkeypatch.setattr(card.tiled, "start", start)
     spec = KVSpec(2, 1, 16, torch.float32)
