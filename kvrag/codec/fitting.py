@@ -207,9 +207,9 @@ class Sample:
             distortion.append(lost + float(squares.sum(0).mean()))
         in_use = zip(steps, fitted.num_rows[-1], strict=True)
         kept = tuple(step[:n].contiguous() for step, n in in_use)
-        classes = np.concatenate(fitted.classes).astype(np.uint16)
+        of_rows = np.concatenate(fitted.classes).astype(np.uint16)
         error = sum(distortion) / max(self._energy, 1e-30)
-        return Level(name, kept, classes, planes, torch.tensor(distortion), error)
+        return Level(name, kept, of_rows, planes, torch.tensor(distortion), error)
 
     def _worth_coding(self, level: int, rows: torch.Tensor) -> torch.Tensor:
         """Return rows in units of their step, with zeros for rows that are not worth coding.
