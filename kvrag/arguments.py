@@ -215,14 +215,6 @@ def suggestion(found: Sequence[str]) -> str:
     return f" (is it {' or '.join(map(repr, found[:_MOST]))}?)" if found else ""
 
 
-def beside(path: Path) -> list[str]:
-    """Return the names in a path's folder, or none if it cannot be read."""
-    try:
-        return sorted(entry.name for entry in path.absolute().parent.iterdir())
-    except OSError:
-        return []
-
-
 def check_compute(compute: object) -> None:
     """Raise ParameterError unless `compute` is None or one of `COMPUTES`."""
     if compute is not None and compute not in COMPUTES:

@@ -60,30 +60,21 @@ def _connection_class(sql: Any) -> Any:
     is no error of the library.
     """
 
-    def damage(error: UnicodeDecodeError) -> Exception:
-        found: Exception = sql.DatabaseError(f"malformed database schema: not text ({error})")
-        return found
-
-    class Connection(sql.Connection):  # type: ignore[misc]
-        def execute(self, *arguments: Any) -> Any:
+    def told(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*arguments: Any) -> Any:
             try:
-                return super().execute(*arguments)
+                return method(*arguments)
             except UnicodeDecodeError as error:
-                raise damage(error) from error
+                said = f"malformed database schema: not text ({error})"
+                raise sql.DatabaseError(said) from error
 
-        def executemany(self, *arguments: Any) -> Any:
-            try:
-                return super().executemany(*arguments)
-            except UnicodeDecodeError as error:
-                raise damage(error) from error
+        return call
 
-        def executescript(self, *arguments: Any) -> Any:
-            try:
-                return super().executescript(*arguments)
-            except UnicodeDecodeError as error:
-                raise damage(error) from error
-
-    return Connection
+    names = ("execute", "executemany", "executescript")
+    return type(
+        "Connection", (sql.Connection,), {n: told(getattr(sql.Connection, n)) for n in names}
+    )
 
 
 def open_connection(database: str | Path, *, sql: Any = sqlite3, **options: Any) -> Any:

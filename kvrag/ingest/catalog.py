@@ -758,28 +758,25 @@ class Documents:
                 self._catalog.note(f"the entry of {name} {shown(row[0])} is not what was written")
 
     def _is_whole(self, document: s.StoredDocument) -> bool:
-        """Return whether all chunks of a document are present and unchanged."""
-        if not self._has_its_chunks(document):
-            source = shown(document.source)
-            self._catalog.note(f"the chunks of document {source} are not what was written")
-            return False
-        return True
-
-    def _has_its_chunks(self, document: s.StoredDocument) -> bool:
-        checksums = self._catalog.checksums
-        parts = []
-        for *chunk, keys, embedding, vector_checksum, found in self._catalog.rows(
+        """Return whether all chunks of a document are present and unchanged; note it if not."""
+        is_right = self._catalog.checksums.is_right
+        rows = self._catalog.rows(
             f"SELECT {s.ALL_CHUNK_COLUMNS}, {_IS_FOUND} FROM chunks "
             # By row, so that the table is compared and not its index.
             "NOT INDEXED WHERE row IN (SELECT row FROM chunks WHERE source = ?) ORDER BY ordinal",
             (document.source,),
-        ):
+        )
+        parts = []
+        for *chunk, keys, embedding, vector_checksum, found in rows:
             vector = (*chunk[:2], embedding, vector_checksum)
-            is_right = checksums.is_right
-            if not (found and is_right("chunk", chunk) and is_right("vector", vector)):
-                return False
-            parts.append(s.joined(chunk[-1], vector_checksum, keys))
-        return (len(parts), checksums.whole(parts)) == (document.num_chunks, document.chunks)
+            if found and is_right("chunk", chunk) and is_right("vector", vector):
+                parts.append(s.joined(chunk[-1], vector_checksum, keys))
+        expected = document.num_chunks, document.num_chunks, document.chunks
+        if (len(rows), len(parts), self._catalog.checksums.whole(parts)) == expected:
+            return True
+        source = shown(document.source)
+        self._catalog.note(f"the chunks of document {source} are not what was written")
+        return False
 
 
 class Texts:

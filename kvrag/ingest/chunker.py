@@ -21,7 +21,7 @@ from typing import Any
 from kvrag.chunk import PAGE_BREAK, UNSTORED, Chunk, Document, Mark, chunk_id_of, normalise_text
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.config import IndexConfig
-from kvrag.ingest.contexts import CORPUS, add_contexts, filler_ids
+from kvrag.ingest.contexts import add_contexts, filler_ids
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.files import encoded
 from kvrag.ingest.headings import find_headings, paths_of
@@ -320,7 +320,6 @@ class Cutter:
             config.chunk_context,
             encoders.room,
             control,
-            corpus_filler=config.corpus_filler,
         )
 
     def num_control_strings(self, chunks: Sequence[Chunk]) -> int:
@@ -330,10 +329,7 @@ class Cutter:
 
     def num_filler_tokens(self) -> int:
         """Return the number of tokens of the index's filler, at most those that it asked for."""
-        encoders, config = self._encoders, self._config
-        text = config.corpus_filler if config.context == CORPUS else None
-        found = len(filler_ids(encoders.tokenizer, text, encoders.control))
-        return min(found, config.context_tokens)
+        return min(len(filler_ids(self._encoders.tokenizer)), self._config.context_tokens)
 
 
 def refuse_control(document: Document, chunks: Sequence[Chunk], control: ControlTokens) -> None:

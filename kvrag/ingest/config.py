@@ -17,7 +17,7 @@ from kvrag.arguments import shown
 from kvrag.chunk import Chunk, ChunkKey, chunk_key
 from kvrag.codec.names import COMPRESSION_GONE, expected_bytes_per_token
 from kvrag.errors import IndexFormatError, IndexLockedError, IndexNotFoundError, StoreError
-from kvrag.ingest.contexts import DEFAULT_TOKENS, INDEX, TRUST, Context
+from kvrag.ingest.contexts import DEFAULT_TOKENS, FILLER, INDEX, TRUST, Context
 from kvrag.models.control import CONTROL_TOKENS, KEEP
 from kvrag.regularfile import checksum, other_kind, read_regular, replace_file
 from kvrag.store.file import store_errors, sync_folder
@@ -46,7 +46,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DEFAULTS = {
     "index_id": "",
     "control_tokens": KEEP,
-    "corpus_filler": "",
     "trust": INDEX,
     "writer": "",
 }
@@ -102,8 +101,6 @@ class IndexConfig:
         URL of the store of KV, without a password; "" for the index's own folder.
     control_tokens
         What happens to the model's control strings in documents (`kvrag.models.control`).
-    corpus_filler
-        The text of context ``corpus``, which earlier versions chose; "" for other contexts.
     trust
         Whose chunks context ``similar`` takes: those of the same folder, or of the index.
     writer
@@ -135,7 +132,6 @@ class IndexConfig:
     tenant_salt: str
     store: str = ""
     control_tokens: str = KEEP
-    corpus_filler: str = ""
     trust: str = INDEX
     writer: str = ""
     key_check: str = ""
@@ -295,6 +291,8 @@ def _checked(path: Path, values: Any) -> dict[str, Any]:
     if type(version) is not int or version != FORMAT_VERSION:
         raise _foreign(path, f"format version {FORMAT_VERSION} expected, found {shown(version)}")
     values = {**_DEFAULTS, **values}
+    if values.get("context") == "corpus":  # of kvrag 0.2, with passages of its documents
+        values["context"] = FILLER
     checked: dict[str, Any] = {}
     for field in fields(IndexConfig):
         name, value = field.name, values.get(field.name)

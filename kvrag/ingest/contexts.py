@@ -1,11 +1,9 @@
 """What precedes a chunk during encoding: nothing, its document's text, a fixed filler, or others.
 
-A context is stored as token ids only, without its KV. Except for ``corpus`` and ``similar``
+A context is stored as token ids only, without its KV. Except for ``similar``
 (`kvrag.ingest.companions`) it never comes from another document: otherwise the rest of an index
-would change a chunk's KV. The filler comes from no
-document and no user: it is a text file of this package, the same for every chunk of every tenant,
-so it carries nothing from one to another. The filler of ``corpus``, which no new index has, is
-passages of the index's own documents, chosen once and then the same for all chunks.
+would change a chunk's KV. The filler comes from no document and no user: it is a text file of this
+package, the same for every chunk of every tenant, so it carries nothing from one to another.
 """
 
 from __future__ import annotations
@@ -34,11 +32,6 @@ FILLER = "filler"
 chunk alone is optional (`Chunk.is_optional`).
 """
 
-CORPUS = "corpus"
-"""As `FILLER`, with passages of the index's own documents as the text. Earlier versions made such
-indexes, which continue with the text that they have.
-"""
-
 SIMILAR = "similar"
 """Chunks are encoded after those that are nearest to them (`kvrag.ingest.companions`), which are
 known only once chunks are embedded. The record of the chunk alone is optional, as with `FILLER`.
@@ -55,7 +48,6 @@ DEFAULT_TOKENS = {
     DOCUMENT: 256,
     NEIGHBOURS: 0,
     FILLER: 512,
-    CORPUS: 512,
     SIMILAR: 512,
 }
 """Each context's number of tokens if none is given; 0 if no number limits it."""
@@ -93,7 +85,7 @@ class Context:
     @property
     def is_filler(self) -> bool:
         """Whether it is the same text for all chunks of an index."""
-        return self.name in (FILLER, CORPUS)
+        return self.name == FILLER
 
     @property
     def is_shared(self) -> bool:
@@ -124,7 +116,7 @@ harmed by as many tokens (docs/contexts.md)."""
 
 def parse_context(text: str) -> Context:
     """Return the context that ``none``, ``document[:TOKENS]``, ``neighbours``,
-    ``filler[:TOKENS]`` or ``similar[:TOKENS]`` names, or an earlier version's ``corpus[:TOKENS]``.
+    ``filler[:TOKENS]`` or ``similar[:TOKENS]`` names.
 
     Raises
     ------
@@ -140,13 +132,10 @@ def parse_context(text: str) -> Context:
         if name == SIMILAR and int(number) < 2 * LEAST_TOKENS:
             raise ParameterError(f"context {text}: give it at least {2 * LEAST_TOKENS} tokens")
         return Context(name, int(number))
-    expected = (
-        f"{one}[:TOKENS]" if most else one for one, most in DEFAULT_TOKENS.items() if one != CORPUS
-    )
+    expected = (f"{one}[:TOKENS]" if most else one for one, most in DEFAULT_TOKENS.items())
     raise ParameterError(
         f"context {shown(text)}: expected one of {', '.join(expected)}, where TOKENS is a whole "
-        "number "
-        "from 1 on"
+        "number from 1 on"
     )
 
 
@@ -168,15 +157,6 @@ def default_context(tokenizer: Any, max_positions: int, room: int, chunk_tokens:
             check_filler(similar, tokenizer, room, chunk_tokens)
             return similar
     return ALONE
-
-
-def require_text(context: Context, corpus_filler: str = "") -> None:
-    """Raise ParameterError for context ``corpus`` without an earlier version's text."""
-    if context.name == CORPUS and not corpus_filler:
-        raise ParameterError(
-            f"context {context} is gone: make an index with context similar, which takes each "
-            "chunk's nearest ones"
-        )
 
 
 def check_filler(context: Context, tokenizer: Any, room: int, chunk_tokens: int) -> None:
@@ -222,27 +202,16 @@ def filler_text() -> str:
     return resources.files(__package__).joinpath(_FILLER_FILE).read_text("utf-8").strip()
 
 
-def filler_ids(
-    tokenizer: Any, corpus_filler: str | None = None, control: ControlTokens | None = None
-) -> tuple[int, ...]:
+def filler_ids(tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens of the whole filler text, and of what separates it from a chunk.
 
     Parameters
     ----------
     tokenizer
         The model's fast tokenizer.
-    corpus_filler
-        The text of context ``corpus``; None is kvrag's own filler.
-    control
-        Neutralises control strings in that text; None keeps them.
     """
     # Tokenised without a chunk: the ids are the same for all of them, and computed once.
-    if corpus_filler is None:
-        (tokens,) = encode(tokenizer, [filler_text() + SEPARATOR], add_special_tokens=False)
-    elif corpus_filler:
-        (tokens,) = encode_documents(tokenizer, [corpus_filler + SEPARATOR], control)
-    else:
-        return ()
+    (tokens,) = encode(tokenizer, [filler_text() + SEPARATOR], add_special_tokens=False)
     return tokens.token_ids
 
 
@@ -252,8 +221,6 @@ def add_contexts(
     context: Context,
     room: int,
     control: ControlTokens | None = None,
-    *,
-    corpus_filler: str = "",
 ) -> list[Chunk]:
     """Return the chunks of one document with their contexts.
 
@@ -270,14 +237,11 @@ def add_contexts(
         after the shared prefix.
     control
         Neutralises control strings in the text; None keeps them.
-    corpus_filler
-        The text of context ``corpus``.
     """
     limit = context.num_tokens
     if context.name in (NO_CONTEXT, SIMILAR):
         return list(chunks)
-    text = corpus_filler if context.name == CORPUS else None
-    filler = filler_ids(tokenizer, text, control) if context.is_filler else ()
+    filler = filler_ids(tokenizer) if context.is_filler else ()
     found = []
     for number, chunk in enumerate(chunks):
         left = room - len(chunk.token_ids)

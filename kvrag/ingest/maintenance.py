@@ -150,7 +150,10 @@ def collect_garbage(storage: Storage, needed: Collection[str], *, keeps_unknown:
         Keep records that this index does not need: other indexes share the store.
     """
     store, folder, profiles = storage.store, storage.path, storage.profiles
-    num_records, size_bytes = (0, 0) if keeps_unknown else remove_others(store, needed)
+    # What processes left that were killed after a move, and what nobody needs.
+    removed = [clear_left(storage, needed)]
+    removed += [] if keeps_unknown else [remove_others(store, needed)]
+    num_records, size_bytes = (sum(one) for one in zip(*removed, strict=True))
     num_temporary = store.collect_garbage(_TEMPORARY_AGE_SECONDS if keeps_unknown else 0.0)
     newest = time.time() - _TEMPORARY_AGE_SECONDS
     # A catalog that was being written has its log beside it.
@@ -461,10 +464,7 @@ def stats_of(storage: Storage) -> IndexStats:
 
 
 def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    return path.stat().st_size if path.is_file() else 0
 
 
 Embed: TypeAlias = "Callable[[str], NDArray[np.float32]]"
@@ -501,22 +501,6 @@ class Audit:
     optional: dict[ChunkKey, int] = field(default_factory=dict)
     later: set[ChunkKey] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Held:
-    """The content of a catalog before its repair.
-
-    Attributes
-    ----------
-    num_documents
-        Number of documents that there should be.
-    distrusted
-        Sources of the documents already known to be incomplete.
-    """
-
-    num_documents: int
-    distrusted: frozenset[str]
 
 
 # -- checks --------------------------------------------------------------------------------------
@@ -739,34 +723,28 @@ def _metadata_of(chunk: Chunk) -> dict[str, Any]:
 # -- what was lost -------------------------------------------------------------------------------
 
 
-def held_by(storage: Storage, audit: Audit) -> Held:
-    """Return the readable content of a damaged catalog."""
-    num_documents = audit.num_documents
-    with contextlib.suppress(IndexFormatError):
-        num_documents = max(num_documents, storage.catalog.documents.counts()[0])
-    return Held(num_documents, frozenset(storage.catalog.documents.distrusted()))
+def losses(storage: Storage, audit: Audit) -> Callable[[int], list[str]]:
+    """Note what a damaged catalog holds; return what tells after its repair what is lost.
 
-
-def lost_since(before: Held, storage: Storage, num_removed: int = 0) -> list[str]:
-    """Return what damage has destroyed since `held_by`, and what to do about it.
-
-    Parameters
-    ----------
-    before
-        The content of the catalog before its repair.
-    storage
-        The repaired index.
-    num_removed
-        Number of documents removed because their files are gone.
+    That is called with the number of documents removed because their files are gone.
     """
-    lost = [
-        f"{source}: part of it was damaged and is gone; add it again"
-        for source in storage.catalog.documents.distrusted()
-        if source not in before.distrusted
-    ]
-    missing = before.num_documents - num_removed - storage.catalog.documents.counts()[0]
-    if missing > 0:
-        lost.append(
-            f"{missing:,} documents are gone with all their chunks; ingest all documents again"
-        )
+    documents = storage.catalog.documents
+    num_before = audit.num_documents
+    with contextlib.suppress(IndexFormatError):
+        num_before = max(num_before, documents.counts()[0])
+    distrusted = set(documents.distrusted())
+
+    def lost(num_removed: int) -> list[str]:
+        told = [
+            f"{source}: part of it was damaged and is gone; add it again"
+            for source in documents.distrusted()
+            if source not in distrusted
+        ]
+        missing = num_before - num_removed - documents.counts()[0]
+        if missing > 0:
+            told.append(
+                f"{missing:,} documents are gone with all their chunks; ingest all documents again"
+            )
+        return told
+
     return lost

@@ -35,7 +35,6 @@ from kvrag.ingest.contexts import (
     check_filler,
     default_context,
     parse_context,
-    require_text,
 )
 from kvrag.ingest.encoders import Encoders, check_device, check_embedding, check_limit
 from kvrag.ingest.encryption import (
@@ -82,7 +81,11 @@ def open_index(
     check_compute(compute)
     arguments.flag(mend, "mend")
     folder = arguments.resolved_path(path, "path")
-    config = _load_config(folder)
+    config = IndexConfig.load(folder)
+    try:
+        parse_codec(config.codec)
+    except ParameterError as error:
+        raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
     if not is_view and (folder / VIEW_OF_NAME).exists():
         raise ParameterError(
             f"{folder} is this machine's view of a shared index: open that by its URL, which is in "
@@ -105,16 +108,6 @@ def open_index(
         storage.close()
         raise
     return storage, encoders
-
-
-def _load_config(folder: Path) -> IndexConfig:
-    """Return the settings of an index. Raises as `IndexConfig.load` does."""
-    config = IndexConfig.load(folder)
-    try:
-        parse_codec(config.codec)
-    except ParameterError as error:
-        raise IndexFormatError(f"{folder}: {error}; a newer kvrag may know it") from error
-    return config
 
 
 def _open_storage(folder: Path, config: IndexConfig, store: str | None, mend: bool) -> Storage:
@@ -234,7 +227,6 @@ def _make_config(
         )
     if settings.context is not None:
         context = parse_context(settings.context)
-        require_text(context)
         check_filler(context, model.tokenizer, room, chunk_tokens)
     elif model.why_whole or model.is_position_bound:
         context = ALONE

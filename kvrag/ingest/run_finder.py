@@ -72,11 +72,10 @@ class RunFinder:
         with self._refreshing:
             version = self._catalog.version()
             if self._table is None or version != self._version:
-                is_first = self._table is None
-                table = load_table(self._catalog) if self._table is None else self._table
+                known = self._table or _read(self._catalog) or Table()
                 # Only a whole reading counts: one that fails is made again at the next prompt.
-                found = self._current(table)
-                if is_first and found.version != table.version:
+                found = self._current(known)
+                if self._table is None and found.version != known.version:
                     keep_table(self._catalog, found)
                 self._table, self._version = found, version
             return self._table.fingerprints
@@ -217,15 +216,6 @@ class Table:
     def covers(self, rows: NDArray[np.int64], marks: Marks) -> bool:
         """Return whether it has the chunks that the catalog has up to its last row."""
         return bool(np.isin(marks[rows <= self.last_row], self.marks).all())
-
-
-def load_table(catalog: Catalog) -> Table:
-    """Return the table on disk; an empty one if there is none that fits the catalog."""
-    table = _read(catalog)
-    if table is None:
-        return Table()
-    fits = table.version == catalog.version() or table.covers(*catalog.texts.marks())
-    return table if fits else Table()
 
 
 def keep_table(catalog: Catalog, table: Table) -> None:

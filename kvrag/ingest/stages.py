@@ -145,37 +145,30 @@ class CutAgain:
     def __init__(self, parser: Parser, cutter: Cutter) -> None:
         self._parser = parser
         self._cutter = cutter
-        self._path = ""
+        self._path = self._reason = ""
         self._documents: dict[str, Document] = {}
-        self._reason: str | None = None
 
     def __call__(self, planned: PlannedDocument) -> None:
         """Give a document its chunks if it has none, or the reason why it has none now."""
         if len(planned.chunks) < planned.num_chunks:
             with document_failures(functools.partial(setattr, planned, "reason")):
-                planned.chunks = self._cutter.cut(self._read(planned))
+                planned.chunks = self._cutter.cut(planned.document or self._read(planned))
 
     def _read(self, planned: PlannedDocument) -> Document:
-        if planned.document is not None:
-            return planned.document
         assert planned.file is not None
         path = planned.file.path
         if path != self._path:
-            self._path, self._documents, self._reason = path, {}, None
+            self._path, self._reason, self._documents = path, "", {}
             # Once for all documents of the file, even if it fails.
-            with document_failures(self._note):
+            with document_failures(functools.partial(setattr, self, "_reason")):
                 content = read_file(path, self._parser.limits.max_file_bytes)
-                documents = self._parser.parse(path, content)
-                self._documents = {document.source: document for document in documents}
-        if self._reason is not None:
+                self._documents = {one.source: one for one in self._parser.parse(path, content)}
+        if self._reason:
             raise DocumentError(self._reason)
         document = self._documents.get(planned.source)
         if document is None or document_digest(document) != planned.digest:
             raise DocumentError(f"{path}: changed while it was being ingested; ingest it again")
         return document
-
-    def _note(self, reason: str) -> None:
-        self._reason = reason
 
 
 def embed(

@@ -18,7 +18,6 @@ from kvrag.errors import IndexFormatError, IndexMismatchError, ParameterError, S
 from kvrag.ingest import maintenance as m
 from kvrag.ingest.catalogfile import next_path, write_copy
 from kvrag.ingest.config import (
-    FILE_NAME,
     KV_FOLDER,
     RUNS_NAME,
     VECTORS_NAME,
@@ -326,14 +325,8 @@ class Upkeep:
             needed = self._needed_keys()
             keeps_unknown = bool(storage.config.store) and not delete_shared
             report = m.collect_garbage(storage, needed, keeps_unknown=keeps_unknown)
-            # What processes left there that were killed after a move.
-            num_records, size_bytes = m.clear_left(storage, needed)
             storage.refresh_vectors()
-            return replace(
-                report,
-                num_records=report.num_records + num_records,
-                size_bytes=report.size_bytes + size_bytes,
-            )
+            return report
 
     def keep_calibration(self, calibration: Calibration) -> None:
         """Store a calibration in place of the old one.
@@ -366,9 +359,9 @@ class Upkeep:
         if repair:
             self._fitter.replace_lost_profile()
             if found:
-                before = m.held_by(storage, audit)
+                losses = m.losses(storage, audit)
                 failed = self._writer.read_again(m.mend_catalog(storage, self._encoders)).failed
-                lost += m.lost_since(before, storage)
+                lost += losses(0)
                 lost += [f"{one.source}: {one.reason}" for one in failed]
                 audit = m.audit_catalog(storage)
             if log is not None and of_store and not audit.problems:
@@ -417,11 +410,6 @@ def _use_key_of(store: Store, storage: Storage, config: IndexConfig) -> None:
     if config.key_check == storage.config.key_check:
         storage.save_config({"store": config.store})
         return
-    if config.key_check and config.corpus_filler:
-        raise ParameterError(
-            f"context {config.chunk_context} keeps text of documents in {FILE_NAME}, which is not "
-            "encrypted, and this store has a key: ingest into a new index"
-        )
     key, catalog = catalog_key(store) if config.key_check else None, storage.catalog
     write_copy(catalog, next_path(catalog.path), key)
     config.save(storage.path)

@@ -17,11 +17,11 @@ from kvrag.chunk import Chunk, ChunkKey
 from kvrag.errors import IndexFormatError, ParameterError, StoreError
 from kvrag.ingest import stages
 from kvrag.ingest.config import writer_lock
-from kvrag.ingest.contexts import SIMILAR, require_text
+from kvrag.ingest.contexts import SIMILAR
 from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.files import is_storable
 from kvrag.ingest.fitter import CodecFitter
-from kvrag.ingest.maintenance import Held, audit_catalog, held_by, lost_since, mend_catalog
+from kvrag.ingest.maintenance import audit_catalog, losses, mend_catalog
 from kvrag.ingest.parsing import Parser
 from kvrag.ingest.plan import Plan, PlannedDocument, Planner, Sources, find_gone, gather
 from kvrag.ingest.report import IngestProgress, IngestReport
@@ -133,27 +133,24 @@ class Writer:
         storage.refresh()
         storage.reload_codec()
         is_sound = self._is_swept or catalog.stored.has_sound_tables()
-        before: Held | None = None
-        if not (dry_run or is_sound):
-            before = self._heal_first()
+        lost = None if dry_run or is_sound else self._heal_first()
         num_noted = catalog.num_noted
 
         def mend() -> bool:
-            nonlocal before
-            if dry_run or before is not None or catalog.num_noted == num_noted:
+            nonlocal lost
+            if dry_run or lost is not None or catalog.num_noted == num_noted:
                 return False
-            before = self._heal_first()
+            lost = self._heal_first()
             return True
 
         config = storage.config
-        require_text(config.chunk_context, config.corpus_filler)
         run = replace(run, config=config, force=run.force or not is_sound, mend=mend)
         plan = runner(run)
-        note = "" if dry_run else self._finish(run, plan, before)
+        note = "" if dry_run else self._finish(run, plan, lost)
         self._is_swept = self._is_swept or not dry_run
         return self._report(run, plan, note, started)
 
-    def _finish(self, run: Run, plan: Plan, before: Held | None) -> str:
+    def _finish(self, run: Run, plan: Plan, lost: Callable[[int], list[str]] | None) -> str:
         """Bring what is beside the catalog up to date; return a note for the user, or ""."""
         storage = self._storage
         self._restore_removed()
@@ -162,9 +159,8 @@ class Writer:
         if storage.lost:
             said.append(f"{storage.lost}: all documents were lost; ingest all the others again")
             storage.lost = ""
-        if before is not None:
-            said.append("the catalog was damaged and has been mended")
-            said += lost_since(before, storage, len(plan.removed))
+        if lost is not None:
+            said += ["the catalog was damaged and has been mended", *lost(len(plan.removed))]
 
         def say(doing: str) -> None:
             num = len(plan.documents)
@@ -206,13 +202,12 @@ class Writer:
             **told,
         )
 
-    def _heal_first(self) -> Held:
-        """Repair a damaged catalog before it is written to; return its former content."""
+    def _heal_first(self) -> Callable[[int], list[str]]:
+        """Repair a damaged catalog before it is written to; return what tells what is lost."""
         self._is_swept = True
-        audit = audit_catalog(self._storage)
-        before = held_by(self._storage, audit)
+        lost = losses(self._storage, audit_catalog(self._storage))
         self.read_again(mend_catalog(self._storage, self._encoders))
-        return before
+        return lost
 
     def _restore_removed(self) -> None:
         """Compute the KV again that a `gc` of another machine removed during this ingestion."""

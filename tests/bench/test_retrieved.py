@@ -230,7 +230,7 @@ def test_rows_of_the_suite(
         ({"data": "nowhere"}, "no data set at 'nowhere'"),
         ({"suite": ("bridge",), "contexts": ("similar",)}, "only the suite 'retrieved'"),
         ({"contexts": ("similar:x",)}, "context 'similar:x'"),
-        ({"contexts": ("corpus",)}, "context corpus:512 is gone"),
+        ({"contexts": ("corpus",)}, "context 'corpus': expected one"),
         ({"contexts": ("similar:5000",), "num_questions": 1}, "context similar:5000 and chunk_tok"),
     ],
 )

@@ -7,7 +7,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from kvrag.models.kv_model import KVModel
 from kvrag.store.file import FileStore
 from tests.ingest.conftest import MakeIndex
 from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import save_model
 
 # -- files -----------------------------------------------------------------------------------
 
@@ -67,16 +69,6 @@ def test_documents_without_text_are_reported(index: Index) -> None:
         failed.reason.endswith("the version indexed before stays") for failed in again.failed
     ] == [True, False]
     assert index.search("text", 1)[0].chunk.source == "c"
-
-
-def test_rows_without_text_are_skipped(index: Index, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": " "}\n{"text": "text"}\n""')
-    report = index.add(path)
-    assert report.added == (f"{path}#2",)
-    assert not report.failed
-    assert [row.num_chunks for row in index.documents()] == [1]
-    assert len(index.add(path).unchanged) == 1
 
 
 def test_names_that_are_no_unicode_are_reported_and_the_others_ingested(
@@ -251,32 +243,25 @@ def test_what_a_killed_create_left_is_replaced(tmp_path: Path, docs: Path, model
 
 
 def test_another_model_by_path_is_refused_when_it_is_loaded(tmp_path: Path, docs: Path) -> None:
-    from tests.support.rag import save_model
-
     save_model(tmp_path / "one")
     save_model(tmp_path / "two", seed=1)
     Index.create(tmp_path / "i", model=tmp_path / "one", embedding="hashing").close()
-    with Index.open(tmp_path / "i", model=tmp_path / "two") as index:
-        with pytest.raises(IndexMismatchError, match=r"one.*two.*ingest into a new folder"):
-            index.add(docs)
-        assert index.stats().num_documents == 0
+
+    def refused(name: str | None, act: Callable[[Index], object], match: str) -> None:
+        with Index.open(tmp_path / "i", model=name and tmp_path / name) as index:
+            with pytest.raises((IndexMismatchError, ModelLoadError), match=match):
+                act(index)
+            assert index.stats().num_documents == 0
+
+    refused("two", lambda index: index.add(docs), r"one.*two.*ingest into a new folder")
     tokenizer = copy.deepcopy(make_tokenizer())
     tokenizer.add_tokens(["<one-more>"])
     tokenizer.save_pretrained(tmp_path / "two")
-    with (
-        Index.open(tmp_path / "i", model=tmp_path / "two") as index,
-        pytest.raises(IndexMismatchError, match="with the tokenizer of"),
-    ):
-        _ = index.tokenizer
+    refused("two", lambda index: index.tokenizer, "with the tokenizer of")
     save_model(tmp_path / "one", seed=1)
-    with (
-        Index.open(tmp_path / "i") as index,
-        pytest.raises(IndexMismatchError, match=r"reads more of them.*: ingest into a new folder"),
-    ):
-        index.add(docs)
+    refused(None, lambda index: index.add(docs), r"reads more of them.*: ingest into a new folder")
     shutil.rmtree(tmp_path / "one")
-    with Index.open(tmp_path / "i") as index, pytest.raises(ModelLoadError, match="one"):
-        _ = index.tokenizer
+    refused(None, lambda index: index.tokenizer, "one")
 
 
 def test_a_model_made_in_memory_is_asked_for_again(index: Index, docs: Path) -> None:
@@ -303,18 +288,18 @@ def test_a_disk_that_fills_up_loses_nothing(
 ) -> None:
     index.add(docs / "ledger.txt")
     put = FileStore.put
-    num_left = [1]
+    full = StoreError("cannot write: No space left on device; the disk is full")
+    outcomes = iter([None, full])
 
-    def fill_up(self: FileStore, key: object, record: bytes) -> None:
-        num_left[0] -= 1
-        if num_left[0] < 0:
-            raise StoreError("cannot write: No space left on device; the disk is full")
-        put(self, key, record)  # type: ignore[arg-type]
+    def fill_up(self: FileStore, *record: object) -> None:
+        if error := next(outcomes):
+            raise error
+        put(self, *record)
 
-    monkeypatch.setattr(FileStore, "put", fill_up)
-    with pytest.raises(StoreError, match="disk is full"):
-        index.add(docs)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put", fill_up)
+        with pytest.raises(StoreError, match="disk is full"):
+            index.add(docs)
     assert index.stats().num_documents == 1
     assert index.upkeep.verify().ok
     report = index.add(docs)
@@ -383,25 +368,17 @@ def test_a_folder_that_cannot_be_made(model: KVModel) -> None:
 def test_another_process_holds_the_lock(index: Index, docs: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from kvrag.ingest.config import writer_lock\n"
-        "with writer_lock(Path(sys.argv[1])):\n"
-        "    print('held', flush=True); sys.stdin.read()\n"
+        "with writer_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()\n"
     )
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(index.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", code, str(index.path)], stdin=pipe, stdout=pipe
     ) as holder:
-        assert holder.stdout.readline() == "held\n"
-        for write in (
-            lambda: index.add(docs),
-            index.upkeep.gc,
-            lambda: index.upkeep.verify(repair=True),
-        ):
-            with pytest.raises(IndexLockedError, match=f"by process {holder.pid};"):
+        assert holder.stdout.readline() == b"held\n"
+        repair = partial(index.upkeep.verify, repair=True)
+        for write in (partial(index.add, docs), index.upkeep.gc, repair):
+            with pytest.raises(IndexLockedError, match=f"written to by process {holder.pid};"):
                 write()
         assert index.add(docs, dry_run=True).added
         holder.kill()
-        holder.communicate()
     assert index.add(docs).ok

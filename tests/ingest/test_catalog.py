@@ -45,27 +45,6 @@ def chunk_id(index: Index) -> str:
     return chunk_id
 
 
-def test_chunks_are_read_once_until_somebody_writes(
-    index: Index, chunk_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    catalog, read = index.catalog, list[object]()
-    sound = Catalog._sound_chunk
-    monkeypatch.setattr(
-        Catalog, "_sound_chunk", lambda self, row: read.append(row) or sound(self, row)
-    )
-    first = catalog.find_chunks([chunk_id])
-    assert catalog.find_chunks([chunk_id, "unknown"]) == first
-    assert len(read) == 1
-    index.add([Document("third", "The lamp is lit.")])
-    read.clear()
-    assert catalog.find_chunks([chunk_id]) == first
-    assert len(read) == 1
-    damage(index, "UPDATE chunks SET text = 'other' WHERE chunk_id = ?", chunk_id)
-    assert catalog.find_chunks([chunk_id]) == {chunk_id: None}
-    index.delete(sources=["short"])
-    assert catalog.find_chunks([chunk_id]) == {}
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -169,28 +148,6 @@ def test_damaged_documents_are_told_and_mended(
         assert len(opened.search("ledger", 9)) == 2
         assert [row.num_chunks for row in opened.documents()] == [1, 1]
         assert len(opened.add(documents).unchanged) == 2
-
-
-def test_a_damaged_file_named_like_a_row_stays_in_the_index(index: Index, tmp_path: Path) -> None:
-    folder = tmp_path / "tables"
-    folder.mkdir()
-    (folder / "a.csv").write_text("name\nInes\nTomas\n")
-    (folder / "a.csv#2.txt").write_text("The fox keeps the ledger.")
-    index.add(folder)
-    names = {"a.csv#1", "a.csv#2", "a.csv#2.txt"}
-    path = str(folder / "a.csv#2.txt")
-    damage(index, "UPDATE documents SET digest = 'x' WHERE source = ?", path)
-    damage(index, "DELETE FROM files WHERE path = ?", path)
-    damage(index, "UPDATE documents SET digest = 'x' WHERE source = ?", f"{folder}/a.csv#2")
-    index.upkeep.verify(repair=True)
-    assert names <= {Path(row.source).name for row in index.documents()}
-    index.add(folder)
-    assert {row.source: row.file for row in index.documents() if "/" in row.source} == {
-        f"{folder}/a.csv#1": f"{folder}/a.csv",
-        f"{folder}/a.csv#2": f"{folder}/a.csv",
-        path: path,
-    }
-    assert index.upkeep.verify().ok
 
 
 def test_a_repair_reads_documents_again_from_their_files(index: Index, docs: Path) -> None:

@@ -1,14 +1,12 @@
 """Codecs of an index: fitting at the first ingestion, recoding, what is missing or foreign."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvrag.chunk import Chunk, Document
+from kvrag.chunk import Document
 from kvrag.errors import IndexFormatError, ParameterError, ProfileError, RecordError
 from kvrag.ingest.coding import read_all
-from kvrag.ingest.encoders import Encoders
 from kvrag.ingest.index import Index
 from kvrag.ingest.profiles import read_profile
 from kvrag.ingest.report import IngestProgress
@@ -267,32 +265,6 @@ def test_a_fit_that_fails_is_tried_once_before_storing_and_once_after(
         assert len(samples) == 2  # not once for each window
     index.add(many(16, 200))
     assert index.stats().codec == "cachegen:2"
-
-
-def test_what_was_raw_is_recoded_once_there_is_enough(
-    make_index: MakeIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The profile is fitted to records of both ingestions, and no KV is computed again."""
-    index = make_index(codec="transform:4")
-    first = index.add(DOCUMENTS[:3])
-    assert "KV is stored raw until" in first.note
-    gone = DOCUMENTS[0].source
-    computed: list[str] = []
-    prefill = Encoders.prefill
-
-    def counted(self: Encoders, chunk: Chunk, *check: Callable[[], None]) -> ChunkKV:
-        computed.append(chunk.text)
-        return prefill(self, chunk, *check)
-
-    monkeypatch.setattr(Encoders, "prefill", counted)
-    index.delete(sources=[gone])
-    more = index.add([*DOCUMENTS[1:3], *OTHERS])
-    assert more.num_records == 8
-    assert set(computed) == {one.text for one in OTHERS}
-    assert "tokens only" in more.note
-    assert index.config.profile
-    assert index.upkeep.recode("transform:4").num_recoded == 0
-    assert index.upkeep.verify().ok
 
 
 @pytest.mark.parametrize("doing", ["writing", "compute"])

@@ -290,17 +290,12 @@ def test_context_is_bounded_by_the_window(model: KVModel, make_index: MakeIndex)
     chunks = chunks_of(index)
     room = max(len(chunk.token_ids) for chunk in chunks) + 5
     bounded = add_contexts(chunks, model.tokenizer, parse_context("document"), room)
-    assert all(len(c.contexts[0]) + len(c.token_ids) <= room for c in bounded)
-    assert min(len(chunk.contexts[0]) for chunk in bounded[1:]) == 5
-    # Behind a part of its predecessor a chunk would never be recognised.
-    assert all(
-        chunk.contexts == ((),)
-        for chunk in add_contexts(chunks, model.tokenizer, parse_context("neighbours"), room)
-    )
-    full = add_contexts(
-        chunks[:2], model.tokenizer, parse_context("document"), len(chunks[1].token_ids)
-    )
-    assert full[1].contexts == ((),)
+    lengths = [len(one.contexts[0]) for one in bounded]
+    assert all(n + len(one.token_ids) <= room for n, one in zip(lengths, chunks, strict=True))
+    assert min(lengths[1:]) == 5
+    # After a part of its predecessor a chunk would never be recognised.
+    alone = add_contexts(chunks, model.tokenizer, parse_context("neighbours"), room)
+    assert {chunk.contexts for chunk in alone} == {((),)}
 
 
 @pytest.mark.parametrize(

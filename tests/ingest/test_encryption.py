@@ -189,13 +189,3 @@ def test_a_move_that_was_killed_is_completed(
     with Index.open(encrypted.path, model=model) as index:
         assert index.upkeep.verify().ok
         assert len(index.search("ledger", 3)) == 3
-
-
-def test_tenants_of_one_store_have_salts_of_their_own(
-    make_index: MakeIndex, docs: Path, tmp_path: Path
-) -> None:
-    for name, digits in (("one", "ab"), ("two", "cd")):
-        key = key_file(tmp_path / f"{name}.key", digits)
-        index = make_index(name, store=f"file:{tmp_path / 'kv'}?key_file={key}")
-        index.add(docs)
-        assert index.upkeep.verify().ok

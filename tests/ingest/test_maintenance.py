@@ -90,33 +90,3 @@ def test_gc_removes_what_nobody_needs_and_nothing_else(index: Index, docs: Path)
     assert stored_bytes(index) == good
     again = index.upkeep.gc()
     assert (again.num_records, again.size_bytes, again.num_temporary_files) == (0, 0, 0)
-
-
-def test_a_damaged_catalog_is_told(index: Index, docs: Path) -> None:
-    index.add([docs, *(Document(f"d{i}", f"{i} the northern light " * 9) for i in range(9))])
-    num_chunks = index.catalog.documents.counts()[1]
-    (key,) = index.catalog.chunk_and_keys(index.catalog.chunk_ids_of("d4")[0])[1]
-    index.close()
-    path = index.path / "catalog.sqlite"
-    content = bytearray(path.read_bytes())
-    # The text stands in the index of words, too; the key beside it tells the chunk's own page.
-    for page in range(0, len(content), 4096):
-        part = content[page : page + 4096]
-        if b"northern light" in part and key.encode() in part:
-            content[page : page + 4096] = b"\xff" * 4096
-    path.write_bytes(content)
-    with Index.open(index.path) as opened:
-        report = opened.upkeep.verify()
-        assert report.catalog_problems
-        assert not report.ok
-        hits = opened.search("light", 99)
-        assert 0 < len(hits) < num_chunks
-        assert opened.counters.counts()["damaged_rows", ()]
-    with Index.open(index.path, model=index.model) as opened:
-        mended = opened.upkeep.verify(repair=True)
-        assert mended.is_healed
-        assert "ingest all documents again" in mended.not_healed[-1]
-        assert opened.upkeep.verify().ok
-        opened.add([docs, *(Document(f"d{i}", f"{i} the northern light " * 9) for i in range(9))])
-        assert opened.upkeep.verify().ok
-        assert len(opened.search("light", 99)) == num_chunks

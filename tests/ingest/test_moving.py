@@ -57,10 +57,9 @@ def test_a_move_that_was_broken_off_is_completed(
     filled: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = stored_bytes(filled)
-    put = FileStore.put
-    left = [1]
+    put, left = FileStore.put, [1]
 
-    def fail(store: FileStore, key, record: bytes) -> None:
+    def fail(store: FileStore, key: ChunkKey, record: bytes) -> None:
         if not left:
             raise StoreError("the disk is full")
         left.pop()
@@ -74,8 +73,7 @@ def test_a_move_that_was_broken_off_is_completed(
     assert not filled.config.store
     assert stored_bytes(filled) == before
     report = filled.upkeep.move(url)
-    assert report.num_present == 1
-    assert report.num_records == len(before) - 1
+    assert (report.num_present, report.num_records) == (1, len(before) - 1)
     assert stored_bytes(filled) == before
 
 
@@ -129,8 +127,7 @@ def test_what_is_there_already_but_damaged_is_written_anew(filled: Index, tmp_pa
     target.put(second, before[second.digest])
     target.close()
     report = filled.upkeep.move(f"file:{tmp_path / 'elsewhere'}")
-    assert report.num_present == 1
-    assert report.num_lost == 0
+    assert (report.num_present, report.num_lost) == (1, 0)
     assert report.num_records == len(before) - 1
     assert stored_bytes(filled) == before
 
@@ -140,7 +137,6 @@ def test_a_move_killed_while_it_removed_is_completed(
 ) -> None:
     before = stored_bytes(filled)
     url = f"file:{tmp_path / 'elsewhere'}"
-
     delete = FileStore.delete
 
     def killed(store: FileStore, key: ChunkKey) -> bool:

@@ -1,49 +1,33 @@
 """Catalogs of a newer kvrag, files that changed unnoticed, and a catalog set aside."""
 
+import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvrag.errors import IndexFormatError, ParameterError
-from kvrag.ingest import plan
-from kvrag.ingest.config import IndexConfig
+from kvrag.errors import IndexFormatError
+from kvrag.ingest.contexts import filler_ids
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
-from tests.support.folders import key_file
+from kvrag.regularfile import checksum
 
 
-def make_of_corpus(folder: Path, model: KVModel, text: str = "") -> None:
-    """Make an index with context ``corpus``, as earlier versions did; `text` is what they chose."""
-    Index.create(folder, model=model, embedding="hashing", context="filler:8").close()
-    config = IndexConfig.load(folder)
-    replace(config, context="corpus", corpus_filler=text).save(folder)
-
-
-def test_context_corpus_goes_on_with_the_text_that_it_has(
-    model: KVModel, docs: Path, tmp_path: Path
+def test_an_index_of_context_corpus_goes_on_with_the_filler(
+    index: Index, model: KVModel, docs: Path
 ) -> None:
-    make_of_corpus(tmp_path / "index", model, "Read by the harbour. " * 9)
-    with Index.open(tmp_path / "index", model=model) as index:
-        report = index.add(docs)
+    index.close()
+    path = index.path / "index.json"
+    old = {"context": "corpus", "context_tokens": 8, "corpus_filler": "Read by the harbour."}
+    values = json.loads(path.read_text()) | old
+    path.write_text(json.dumps(values | {"checksum": checksum(values)}))
+    with Index.open(index.path, model=model) as again:
+        report = again.add(docs)
         assert (len(report.added), report.num_context_tokens) == (3, 8)
-        chunks = index.get_chunks([hit.chunk.chunk_id for hit in index.search("ledger", 3)])
-        (before,) = {chunk.contexts[0] for chunk in chunks}
-        assert "harbour" in model.tokenizer.decode(before)
-        key = key_file(tmp_path / "key")
-        with pytest.raises(ParameterError, match="keeps text of documents in index"):
-            index.upkeep.move(f"file:{tmp_path / 'kv'}?key_file={key}")
-        assert index.upkeep.verify().ok
-    make_of_corpus(tmp_path / "empty", model)
-    with (
-        Index.open(tmp_path / "empty", model=model) as index,
-        pytest.raises(ParameterError, match=r"context corpus:8 is gone.*context similar"),
-    ):
-        index.add(docs)
-    with pytest.raises(ParameterError, match="context corpus:512 is gone"):
-        Index.create(tmp_path / "new", model=model, embedding="hashing", context="corpus")
+        chunks = again.get_chunks([hit.chunk.chunk_id for hit in again.search("ledger", 3)])
+        assert {one.contexts for one in chunks} == {(filler_ids(model.tokenizer)[-8:], ())}
+        assert again.upkeep.verify().ok
 
 
 def change_unnoticed(path: Path, old: str, new: str) -> None:
@@ -75,21 +59,6 @@ def test_a_young_change_is_not_missed(index: Index, docs: Path) -> None:
         os.utime(path, ns=(10**18, 10**18))
         index.add(docs)
         assert name in index.search("ledger", 1)[0].chunk.text
-
-
-def test_force_reads_every_file(index: Index, docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index.add(docs)
-    time.sleep(0.1)
-    index.add(docs)
-    read: list[str] = []
-    real = plan.read_file
-    monkeypatch.setattr(
-        plan, "read_file", lambda path, most: read.append(Path(path).name) or real(path, most)
-    )
-    assert len(index.add(docs).unchanged) == 3
-    assert not {"ledger.txt", "clock.md", "fox.txt"} & set(read)
-    assert len(index.add(docs, force=True).unchanged) == 3
-    assert {"ledger.txt", "clock.md", "fox.txt"} <= set(read)
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "foreign", "short"])

@@ -376,7 +376,25 @@ def test_a_question_interrupts_idle_work_at_the_next_layer(index: Index) -> None
     assert len(stored_bytes(index)) == num_stored + len(NAMES)
 
 
-@pytest.mark.parametrize("why", ["room", "disk", "limit", "refused"])
+def refuse(key: ChunkKey, record: bytes) -> None:
+    raise StoreError("the folder is read-only")
+
+
+# What bounds idle work, and how many chunks it then computes.
+BOUNDS: dict[str, tuple[int, Callable[[pytest.MonkeyPatch, Index], None]]] = {
+    "room": (1, lambda patch, _: patch.setattr(idle_module, "_MOST_BYTES", 1)),
+    "disk": (0, lambda patch, _: patch.setattr(idle_module, "_LEAST_FREE_BYTES", 1 << 60)),
+    "limit": (
+        0,
+        lambda patch, index: patch.setattr(
+            index._storage, "store", LimitedStore(index.store, 1 << 30)
+        ),
+    ),
+    "refused": (1, lambda patch, index: patch.setattr(index.store, "put", refuse)),
+}
+
+
+@pytest.mark.parametrize("why", BOUNDS)
 def test_idle_work_is_bounded(
     index: Index,
     prefills: list[Chunk],
@@ -384,31 +402,11 @@ def test_idle_work_is_bounded(
     caplog: pytest.LogCaptureFixture,
     why: str,
 ) -> None:
-    most = 0
-    if why == "room":
-        monkeypatch.setattr(idle_module, "_MOST_BYTES", 1)
-        most = 1
-    elif why == "disk":
-        monkeypatch.setattr(idle_module, "_LEAST_FREE_BYTES", 1 << 60)
-    elif why == "limit":
-        monkeypatch.setattr(index._storage, "store", LimitedStore(index.store, 1 << 30))
-    else:
-        most = 1
-
-        def refuse(key: ChunkKey, record: bytes) -> None:
-            raise StoreError("the folder is read-only")
-
-        monkeypatch.setattr(index.store, "put", refuse)
+    most, bound = BOUNDS[why]
+    bound(monkeypatch, index)
     places = FirstPlaces(index)
-    if why in ("room", "disk"):
-        places.work(Idle())
-    else:
-        idle = Idle(places)
-        if why == "limit":
-            places.work(idle)
-        else:
-            idle._do(places)
-        assert ("the folder is read-only" in caplog.text) == (why == "refused")
+    Idle(places)._do(places)
+    assert ("the folder is read-only" in caplog.text) == (why == "refused")
     assert len(prefills) == most
 
 

@@ -73,25 +73,6 @@ def test_removed_chunks_leave_the_file(filled: Index, model: KVModel) -> None:
         assert (filled.path / "runs.cache").exists()
 
 
-def test_a_damaged_file_is_made_again(filled: Index, model: KVModel, read_rows: list[int]) -> None:
-    expected = entries(filled)
-    path = filled.path / "runs.cache"
-    good = path.read_bytes()
-    for bad in (b"", good[:-8], good[:40], *(_flipped(good, n) for n in (9, 30, 60, 90, -3))):
-        path.write_bytes(bad)
-        read_rows.clear()
-        with Index.open(filled.path, model=model) as again:
-            assert entries(again) == expected
-        assert read_rows
-        assert path.read_bytes() == good
-
-
-def _flipped(content: bytes, place: int) -> bytes:
-    changed = bytearray(content)
-    changed[place] ^= 1
-    return bytes(changed)
-
-
 def test_a_catalog_that_was_put_back_is_read_again(
     filled: Index, model: KVModel, tmp_path: Path
 ) -> None:

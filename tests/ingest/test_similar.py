@@ -228,26 +228,6 @@ def test_a_record_of_an_equal_text_that_nothing_preceded_is_missing(make_index: 
     assert (found.ok, found.num_later) == (False, 0)
 
 
-def test_a_file_that_goes_takes_its_text_along(make_index: MakeIndex, tmp_path: Path) -> None:
-    folder = tmp_path / "pages"
-    for one in PAGES:
-        path = folder / one.source
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(one.text)
-    index = make_index(context=SIMILAR)
-    index.add(folder)
-    gone = next(one for one in PAGES if is_after(index, one))
-    (folder / gone.source).unlink()
-    report = index.add(folder)
-    assert len(report.removed) == 1
-    assert not is_after(index, gone)
-    assert report.num_records
-    assert all(chunk.contexts[0] for chunk in chunks_of(index))
-    assert index.upkeep.verify().ok
-    # Files stay known: nothing is read or encoded again.
-    assert len(index.add(folder).unchanged) == len(PAGES) - 1
-
-
 def test_an_update_keeps_what_it_can(make_index: MakeIndex) -> None:
     index = make_index(context=SIMILAR)
     old, new = (page("mill", 8, f". {more}", "long") for more in ("At first.", "Then another."))
@@ -404,23 +384,6 @@ def test_an_encrypted_index_shows_nothing_of_it(make_index: MakeIndex, tmp_path:
         content = path.read_bytes()
         assert not any(one in content for one in held)
     assert index.upkeep.verify().ok
-
-
-def test_machines_agree_on_what_a_deletion_takes_along(machine: Machine, folder_url: str) -> None:
-    one = machine("one", folder_url, context=SIMILAR)
-    one.add(PAGES)
-    other = machine("other", folder_url)
-    gone = next(page for page in PAGES if is_after(one, page))
-    other.delete(sources=[gone.source])
-    one.refresh()
-    assert not is_after(one, gone)
-    assert chunks_of(one) == chunks_of(other)
-    one.add([])
-    other.refresh()
-    assert all(chunk.contexts[0] for chunk in chunks_of(other))
-    assert chunks_of(one) == chunks_of(other)
-    assert one.upkeep.verify().ok
-    assert other.upkeep.verify().ok
 
 
 def test_a_deletion_elsewhere_during_an_ingestion_counts(

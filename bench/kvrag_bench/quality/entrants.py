@@ -12,7 +12,7 @@ from kvrag.eviction import NO_EVICTION
 from kvrag.eviction.registry import make_eviction
 from kvrag.fusion.controller import takes_ratio
 from kvrag.fusion.links import LinkTokens
-from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, parse_context, require_text
+from kvrag.ingest.contexts import NO_CONTEXT, SIMILAR, parse_context
 from kvrag.ingest.profiles import check_use
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.judge.judgements import Contestant
@@ -139,7 +139,6 @@ def contestants(options: QualityOptions, with_links: bool = False) -> list[Conte
     check_policies([name for name in options.policies if name != ORACLE], options.ratios)
     codecs = [choose_codec(name).label for name in options.codecs]
     for name in options.contexts:
-        require_text(parse_context(name))
         if parse_context(name).name == SIMILAR and RETRIEVED not in options.suite:
             raise ParameterError(
                 f"context {name}: only the suite {RETRIEVED!r} has a corpus to choose from"
