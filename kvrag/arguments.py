@@ -84,6 +84,13 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         raise ParameterError(f"unknown option {', '.join(map(repr, sorted(options)))}")
 
 
+def only(options: Iterable[str], known: Iterable[str], taker: str) -> None:
+    """Raise ParameterError if an option is not among those that `taker` takes."""
+    if unknown := sorted(set(options) - {*known}):
+        names = ", ".join(sorted(known))
+        raise ParameterError(f"unknown option {cut(', '.join(unknown))}; {taker} takes {names}")
+
+
 def flag(value: Any, name: str) -> bool:
     """Return `value`; raise ParameterError if it is not True or False."""
     if not isinstance(value, bool):

@@ -86,12 +86,7 @@ class KVEngine(OfProcess):
         self._reader = PromptReader(index)
         self.index = index
         own = {one.name for one, _ in options_of(EngineOptions)}
-        known = sorted({*own, *ENGINE_DEFAULTS})
-        if unknown := sorted(options.keys() - known):
-            raise ParameterError(
-                f"unknown option {arguments.cut(', '.join(unknown))}; an engine takes "
-                f"{', '.join(known)}"
-            )
+        arguments.only(options, {*own, *ENGINE_DEFAULTS}, "an engine")
         made = EngineOptions(**{name: options[name] for name in own & options.keys()})
         self._links = ChosenLinks(made.links, lambda: index.model_folder, lambda: index.model)
         self._fuser: PromptFuser | WholeFuser
@@ -127,16 +122,7 @@ class KVEngine(OfProcess):
         """When the batch of answers was last advanced, by `time.perf_counter`."""
         return self._scheduler.moved
 
-    def ask(
-        self,
-        question: str,
-        k: int = 4,
-        *,
-        history: Sequence[Message] = (),
-        filter: Mapping[str, Any] | None = None,
-        reranker: Reranker | None = None,
-        **options: Any,
-    ) -> Answer:
+    def ask(self, question: str, k: int = 4, **options: Any) -> Answer:
         """Answer a question from the index: search, build the prompt, generate, name the sources.
 
         For the pieces of the answer as they are written, or for event loops and batches, give what
@@ -144,8 +130,8 @@ class KVEngine(OfProcess):
 
         Parameters
         ----------
-        question, k, history, filter, reranker, options
-            See `question`.
+        question, k, options
+            See `question`; its other parameters are options here.
 
         Raises
         ------
@@ -154,9 +140,7 @@ class KVEngine(OfProcess):
         PromptTooLongError
             If the chunks and the history leave no room in the context window.
         """
-        return self.generate(
-            self.question(question, k, history=history, filter=filter, reranker=reranker, **options)
-        )
+        return self.generate(self.question(question, k, **options))
 
     def question(
         self,

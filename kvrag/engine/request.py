@@ -167,12 +167,7 @@ class Request(AnswerOptions):
                     "dataclasses.replace(request, ...)"
                 )
             return prompt
-        known = {one.name for one, _ in options_of(cls)}
-        if unknown := sorted(options.keys() - known):
-            raise ParameterError(
-                f"unknown option {arguments.cut(', '.join(unknown))}; a request takes "
-                f"{', '.join(sorted(known))}"
-            )
+        arguments.only(options, [one.name for one, _ in options_of(cls)], "a request")
         return cls(prompt, **options)
 
     def over(self, defaults: Request) -> Self:

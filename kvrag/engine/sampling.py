@@ -16,26 +16,6 @@ from kvrag.engine.options import Sampling
 from kvrag.errors import ModelLoadError
 
 
-class _CountedPenalty:
-    """Frequency and presence penalties of one answer, by its own tokens alone."""
-
-    def __init__(self, frequency: float, presence: float) -> None:
-        self._frequency, self._presence = frequency, presence
-        self._counts: Counter[int] = Counter()
-
-    def note(self, token: int) -> None:
-        self._counts[token] += 1
-
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        if not self._counts:
-            return scores
-        tokens = torch.tensor(list(self._counts), device=scores.device)
-        counts = torch.tensor(list(self._counts.values()), device=scores.device)
-        penalised = scores.clone()
-        penalised[..., tokens] -= counts * self._frequency + self._presence
-        return penalised
-
-
 def _less_repeated(scores: torch.Tensor, token_ids: torch.Tensor, penalty: float) -> torch.Tensor:
     """Make tokens that were there before less likely (Keskar et al., CTRL, arXiv 1909.05858)."""
     found = scores[token_ids]
@@ -89,9 +69,7 @@ class Sampler:
         self._allowed = allowed
         self._greedy = sampling.temperature == 0.0
         self._sampling = sampling
-        self._counted: _CountedPenalty | None = None
-        if sampling.frequency_penalty or sampling.presence_penalty:
-            self._counted = _CountedPenalty(sampling.frequency_penalty, sampling.presence_penalty)
+        self._counts: Counter[int] = Counter()  # of the answer's own tokens
         # A separate generator, independent of other requests and of torch's global state.
         self._generator = torch.Generator(device)
         if sampling.seed is None:
@@ -130,8 +108,10 @@ class Sampler:
             scores = self._allowed.only(scores)
         if self._sampling.repetition_penalty != 1.0:
             scores = _less_repeated(scores, token_ids, self._sampling.repetition_penalty)
-        if self._counted is not None:
-            scores = self._counted(scores)
+        if self._counts:
+            tokens, counts = torch.tensor([*self._counts.items()], device=scores.device).T
+            given = counts * self._sampling.frequency_penalty + self._sampling.presence_penalty
+            scores = scores.index_add(0, tokens, -given)
         if self._greedy:
             best, place = scores.max(-1)
             # NaN is the greatest, and no token; a GPU is waited for once.
@@ -146,8 +126,8 @@ class Sampler:
             )
         if self._allowed is not None:
             self._allowed.follow(token)
-        if self._counted is not None:
-            self._counted.note(token)
+        if self._sampling.frequency_penalty or self._sampling.presence_penalty:
+            self._counts[token] += 1
         return token
 
     def _draw(self, shares: torch.Tensor, tokens: torch.Tensor | None) -> int:

@@ -378,8 +378,7 @@ class StoredSessions:
         self._keys: set[ChunkKey] = set()
         self._process = os.getpid()
         self._is_closed = False
-        self._counting = threading.Lock()
-        self._num_waiting = 0
+        self._waiting = threading.BoundedSemaphore(_MAX_WAITING)
         self._removed_bytes = 0
         self._refused_until = 0.0
         self._has_warned = False
@@ -392,16 +391,13 @@ class StoredSessions:
     def write(self, session: str | None, kept: Kept) -> None:
         """Store KV in the background, or drop it if it is too large or too much waits."""
         fits = len(kept.token_ids) * kept.kv.spec.bytes_per_token <= self.max_bytes
-        with self._counting:
-            fits = fits and self._num_waiting < _MAX_WAITING
-            fits = fits and time.monotonic() >= self._refused_until
-            self._num_waiting += fits
-        if fits:
+        is_refused = time.monotonic() < self._refused_until
+        if fits and not is_refused and self._waiting.acquire(blocking=False):
             try:
                 self._thread.submit(self._write, session, kept)
                 return
             except RuntimeError:  # closed, or too many threads
-                self._end_waiting()
+                self._waiting.release()
         self._release(kept.kv)
 
     def take(
@@ -433,8 +429,7 @@ class StoredSessions:
         """
         kept, num_rows = earlier.kept, earlier.num_rows
         assert isinstance(kept, StoredKept)
-        store = self._index.store
-        is_lost, is_read = False, False
+        store, stays = self._index.store, True
         clock.resume()
         try:
             record = store.open(kept.key)
@@ -451,19 +446,17 @@ class StoredSessions:
                     clock.lap("load")
                     yield False
                     clock.resume()
-            is_read = True
+            stays = not earlier.goes_on
             return encoded.bytes_read
         except (RecordError, StoreError) as error:
             clock.lap("load")
-            is_lost = True
+            stays = False
             if isinstance(error, RecordError):
                 store.note_damage(kept.key)
             return None
         finally:
-            if is_lost or (is_read and earlier.goes_on):
-                self._forget(session, kept)
-            else:
-                self._sessions.keep(session, kept)
+            end = self._sessions.keep if stays else self._forget
+            end(session, kept)
 
     def flush(self) -> None:
         """Wait until everything is written and removed."""
@@ -503,7 +496,7 @@ class StoredSessions:
                         error,
                     )
             finally:
-                self._end_waiting()
+                self._waiting.release()
                 self._release(kept.kv)
 
     def _store(self, session: str | None, kept: Kept) -> None:
@@ -525,10 +518,6 @@ class StoredSessions:
         nothing = FusedKV(kept.kv.spec, 0, 0)
         about = kept.token_ids, kept.turns, kept.num_exact, kept.choice
         self._sessions.keep(session, StoredKept(nothing, *about, key, len(record)))
-
-    def _end_waiting(self) -> None:
-        with self._counting:
-            self._num_waiting -= 1
 
     def _forget(self, session: str | None, kept: Kept) -> None:
         """Remove a record in the background."""

@@ -58,14 +58,9 @@ class HeldKeys:
 
     def part(self, heads: slice, slots: slice) -> HeldKeys:
         """Return some heads and slots as views: changes to them appear here too."""
-        return HeldKeys(
-            self.places[heads, slots],
-            self.held[heads, slots],
-            self.marks[heads, slots],
-            self.num_seen[heads],
-            self.num_prompt[heads],
-            self.num_noted[heads],
-        )
+        of_slots = (one[heads, slots] for one in (self.places, self.held, self.marks))
+        of_heads = (one[heads] for one in (self.num_seen, self.num_prompt, self.num_noted))
+        return HeldKeys(*of_slots, *of_heads)
 
     def first(self, num_slots: int) -> HeldKeys:
         """Return the first slots of all heads, as views."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvrag.errors import ParameterError, UnsupportedModelError
@@ -167,17 +168,10 @@ class RaggedKV:
             new_keys, new_values = self.head(head)
             new_keys.copy_(keys)
             new_values.copy_(values)
-        notes, num_slots = self.notes, max(self._rooms)
-        shared = min(num_slots, notes.places.shape[1])
-
-        def moved(note: torch.Tensor) -> torch.Tensor:
-            new = note.new_zeros(len(self.counts), num_slots)
-            new[:, :shared] = note[:, :shared]
-            return new
-
-        self.notes = replace(
-            notes, places=moved(notes.places), held=moved(notes.held), marks=moved(notes.marks)
-        )
+        notes, names = self.notes, ("places", "held", "marks")
+        more = max(self._rooms) - notes.places.shape[1]  # below 0, the last slots go
+        moved = {name: nn.functional.pad(getattr(notes, name), (0, more)) for name in names}
+        self.notes = replace(notes, **moved)
 
 
 # Attention over the keys that an evicting cache has left, inside unmodified decoder layers.

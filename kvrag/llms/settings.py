@@ -69,6 +69,8 @@ PER_CALL = (
 TOOLS = ("tools", "tool_choice")
 """Parameters that only a call has (`kvrag.llms.tool_calls.shape`); they need messages."""
 
+# What an index records that changes its answers.
+_RECORDED = ("model_fingerprint", "tokenizer_fingerprint", "dtype", "codec", "control_tokens")
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 T = TypeVar("T")
@@ -244,12 +246,7 @@ class EngineSettings(_FromTable):
             When `call` holds a name that is not in `PER_CALL`, or a value outside its range.
         """
         call = {name: value for name, value in call.items() if name not in TOOLS}
-        unknown = sorted(set(call) - set(PER_CALL))
-        if unknown:
-            raise ParameterError(
-                f"unknown parameter {', '.join(map(repr, unknown))}: "
-                f"a call takes {', '.join(PER_CALL)}"
-            )
+        arguments.only(call, PER_CALL, "a call")
         values = {name: getattr(self, name) for name in PER_CALL}
         meant = Recompute(*(call.get(name) for name in _RECOMPUTE)).over(
             Recompute(self.policy, self.ratio, self.boundary_tokens)
@@ -427,7 +424,9 @@ class EngineSettings(_FromTable):
         identity["default_stop"] = self.stop
         identity["schemas"] = [file_digest(schema) for schema in self.schemas]
         try:
-            identity |= recorded_identity(shared_index(self.index))
+            index = shared_index(self.index)
+            identity |= {name: getattr(index.config, name) for name in _RECORDED}
+            identity |= {"index": str(index.path), "store": index.store.url}
             # A digest, not a path: the model's folder may contain links, and a file may change.
             identity["links"] = self.engine().links_digest
         except (KVRagError, OSError):
@@ -450,16 +449,3 @@ def file_digest(name: str) -> str:
         return hashlib.blake2b(read_regular(name), digest_size=20).hexdigest()
     except OSError:
         return name
-
-
-def recorded_identity(index: Index) -> dict[str, str]:
-    """Return the recorded properties of an index that affect its answers."""
-    return {
-        "index": str(index.path),
-        "store": index.store.url,
-        "model_fingerprint": index.config.model_fingerprint,
-        "tokenizer_fingerprint": index.config.tokenizer_fingerprint,
-        "dtype": index.config.dtype,
-        "codec": index.config.codec,
-        "control_tokens": index.config.control_tokens,
-    }

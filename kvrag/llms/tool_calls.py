@@ -214,16 +214,7 @@ def answer_details(answer: Answer, model_name: str) -> dict[str, Any]:
         "saved_tokens": answer.usage.cached_tokens,
         "saved_seconds_estimate": _saved_seconds(answer.report),
         "report": answer.report.to_dict(),
-        "sources": [
-            {
-                "chunk_id": source.chunk_id,
-                "source": source.source,
-                "ordinal": source.ordinal,
-                "text": source.text,
-                "metadata": dict(source.metadata),
-            }
-            for source in answer.sources
-        ],
+        "sources": [{**vars(one), "metadata": dict(one.metadata)} for one in answer.sources],
     }
 
 

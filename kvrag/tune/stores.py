@@ -413,16 +413,11 @@ def choose_store(offers: Sequence[Offer], recompute_seconds: float, policy: str)
     again = f"{1000 * recompute_seconds:.3g} ms, the time in which {policy} recomputes its tokens"
     if hiding:
         chosen = min(hiding, key=lambda offer: (offer.month, offer.load_seconds))
-        reason = (
-            f"the cheapest of {len(hiding)} that load a chunk within {again}; this one takes "
-            f"{1000 * chosen.load_seconds:.3g} ms"
-        )
+        reason = f"the cheapest of {len(hiding)} that load a chunk within {again}"
     else:
         chosen = min(offers, key=lambda offer: (offer.load_seconds, offer.month))
-        reason = (
-            f"the fastest: none loads a chunk within {again}; this one takes "
-            f"{1000 * chosen.load_seconds:.3g} ms"
-        )
+        reason = f"the fastest: none loads a chunk within {again}"
+    reason += f"; this one takes {1000 * chosen.load_seconds:.3g} ms"
     return StoreChoice(tuple(offers), chosen, recompute_seconds, policy, reason)
 
 

@@ -218,12 +218,7 @@ def test_the_least_recently_used_beginning_is_dropped_first() -> None:
     found, alike = kept.find(None, (1, 2, 3, 4))
     assert found.token_ids == [1, 2, 3]
     assert alike == 3
-    kept.keep(
-        None,
-        state(
-            9,
-        ),
-    )
+    kept.keep(None, state(9))
     assert kept.find(None, (7, 8, 1)) == (None, 0)
     # One token has to be computed, and a state cannot be cut.
     assert kept.find(None, (1, 2, 3)) == (None, 2)

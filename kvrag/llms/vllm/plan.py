@@ -32,6 +32,7 @@ from kvrag.fusion.layout import (
 from kvrag.ingest.index import Index
 from kvrag.ingest.schema import pack_ids
 from kvrag.llms.vllm.settings import ConnectorSettings, RequestParams
+from kvrag.models.tokens import num_equal
 
 HEAD_TOKENS = 8
 """Number of tokens looked up at every place of a prompt; shorter chunks are never found."""
@@ -149,7 +150,8 @@ def _longest(
         chunk = chunks.get(chunk_id)
         if chunk is None:
             continue
-        length = _num_equal(ids, place, chunk.token_ids, offset)
+        own = chunk.token_ids[offset:]
+        length = num_equal(ids[place : place + len(own)], own)
         if length > best.length:
             best, owners = ReusedSpan(chunk_id, place, offset, length), [chunk]
         elif length == best.length and offset == best.chunk_start:
@@ -160,17 +162,6 @@ def _longest(
     if best.length < (HEAD_TOKENS if is_whole else MIN_CUT_TOKENS):
         return None
     return best, FoundText(owners, is_whole, has_more=len(candidates) == _MAX_CANDIDATES)
-
-
-def _num_equal(ids: tuple[int, ...], place: int, others: tuple[int, ...], offset: int) -> int:
-    """Return how many of `others`, from `offset` on, equal `ids` from `place` on."""
-    length = min(len(ids) - place, len(others) - offset)
-    if ids[place : place + length] == others[offset : offset + length]:
-        return length
-    for index in range(length):
-        if ids[place + index] != others[offset + index]:
-            return index
-    return length
 
 
 logger = logging.getLogger("kvrag")

@@ -147,47 +147,32 @@ class HTTPServer:
 
     def stream(self, request: EngineRequest) -> Iterator[Piece]:
         """Yield an answer piece by piece; see `Transport`."""
-        body = self._body(request)
-        if not request.is_streamed:
-            yield self._whole(body, request.route)
-            return
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        finish_reason = None
-        with self._open("/completions", body, request.route) as response:
-            for values in self._events(response):
-                if "error" in values:
-                    raise EngineError(f"{self._base_url}: {str(values['error'])[:_MAX_REASON]}")
-                for choice in values["choices"]:
-                    finish_reason = choice["finish_reason"] or finish_reason
-                    yield Piece(choice["text"], num_tokens=0)
-                if values.get("usage"):
-                    usage = values["usage"]
-                    yield Piece(
-                        "", usage["completion_tokens"], finish_reason, None, _num_cached(usage)
-                    )
-
-    def _whole(self, body: Mapping[str, Any], route: str) -> Piece:
-        with self._open("/completions", body, route) as response:
-            values = self._json(response.read())
-        (choice,) = values["choices"]
-        return Piece(
-            text=choice["text"],
-            num_tokens=values["usage"]["completion_tokens"],
-            finish_reason=choice["finish_reason"],
-            said=(values.get("kv_transfer_params") or {}).get(PARAMS),
-            num_cached=_num_cached(values["usage"]),
-        )
-
-    def _body(self, request: EngineRequest) -> dict[str, Any]:
-        return {
+        body = {
             "model": self.model,
             "prompt": list(request.token_ids),
             **request.sampling_values(),
             "kv_transfer_params": dict(request.params),
         }
+        if request.is_streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        finish_reason = None
+        with self._open("/completions", body, request.route) as response:
+            for values in self._events(response, request.is_streamed):
+                if "error" in values:
+                    raise EngineError(f"{self._base_url}: {str(values['error'])[:_MAX_REASON]}")
+                for choice in values["choices"]:
+                    finish_reason = choice["finish_reason"] or finish_reason
+                    yield Piece(choice["text"])
+                if usage := values.get("usage"):
+                    said = (values.get("kv_transfer_params") or {}).get(PARAMS)
+                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                    yield Piece("", usage["completion_tokens"], finish_reason, said, int(cached))
 
-    def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    def _events(self, response: HTTPResponse, is_streamed: bool) -> Iterator[dict[str, Any]]:
         try:
+            if not is_streamed:
+                yield self._json(response.read())
+                return
             for line in response:
                 data = line.strip().removeprefix(b"data:").strip()
                 if data == b"[DONE]":
@@ -231,10 +216,6 @@ class HTTPServer:
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self._base_url} does not speak the API: {error}") from error
         return values
-
-
-def _num_cached(usage: Mapping[str, Any]) -> int:
-    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 # vLLM in this process: one engine, which the threads that wait for answers drive.
