@@ -23,7 +23,6 @@ from starlette.responses import Response, StreamingResponse
 from kvrag.arguments import shown
 from kvrag.errors import DocumentError
 from kvrag.ingest.index import Index
-from kvrag.ingest.limits import ParseLimits
 from kvrag.ingest.loaders import SUFFIXES
 from kvrag.ingest.report import IngestProgress, IngestReport
 from kvrag.server import responses as r
@@ -35,9 +34,8 @@ from kvrag.server.service import Service, record_of
 
 _MAX_NAME = 200
 _RETRY_SECONDS = 5
-# Documents that are being received or wait for their turn; a tenant may have half of either.
-_MAX_PENDING = 32
-_MAX_PENDING_FILES = 8  # as long as a file may be
+# Documents that are being received or wait for their turn; a tenant may have half of them.
+_MAX_PENDING = 8
 _PART = ".upload-"  # no ingestion takes a file for a document whose name begins with a dot
 _BODY = {
     "requestBody": {
@@ -82,9 +80,7 @@ class Documents:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self._names: set[Path] = set()
-        # By tenant: those that are received or wait, and the bytes received of them.
-        self._num_pending: Counter[str] = Counter()
-        self._num_bytes: Counter[str] = Counter()
+        self._num_pending: Counter[str] = Counter()  # by tenant
         if can_write:
             _remove_parts(self._folder)
 
@@ -106,10 +102,10 @@ class Documents:
         """Return the bytes of a tenant's uploads: files, what waits, and KV."""
         folder = self._folder_of(tenant)
         files = folder.iterdir() if folder.is_dir() else ()
-        num_bytes = sum(one.stat().st_size for one in files if not one.name.startswith(_PART))
+        num_bytes = sum(one.stat().st_size for one in files if one.is_file())
         start = str(folder / "x")[:-1]
         kv = (one.size_bytes for one in self._index.documents() if one.source.startswith(start))
-        return num_bytes + sum(kv) + self._num_bytes[tenant]
+        return num_bytes + sum(kv)
 
     async def delete(self, source: str) -> int:
         """Delete a document; return the number of chunks.
@@ -156,7 +152,7 @@ class Documents:
             stack.callback(self._names.discard, target)
             if await asyncio.to_thread(self._index.catalog.documents.file, str(target)) is not None:
                 raise taken
-            part = await self._receive(target.parent, body, account.tenant, stack)
+            part = await self._receive(target.parent, body, stack)
             await check_room()
             return self._begin(target, part, account, stack.pop_all())
 
@@ -203,30 +199,17 @@ class Documents:
         self,
         folder: Path,
         body: AsyncIterator[bytes],
-        tenant: str,
         stack: contextlib.AsyncExitStack,
     ) -> Path:
         """Write a body to a file, which ends with the stack unless it is renamed."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        most = _MAX_PENDING_FILES * ParseLimits.max_file_bytes
-        num_bytes = 0
-
-        def release() -> None:
-            self._num_bytes[tenant] -= num_bytes
-
-        number, name = tempfile.mkstemp(dir=self._folder, prefix=_PART)
+        number, name = tempfile.mkstemp(dir=folder, prefix=_PART)
         file = stack.enter_context(os.fdopen(number, "wb"))
         # Another server of this index, which starts now, must not take it for a leftover.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         stack.callback(Path(name).unlink, missing_ok=True)
-        stack.callback(release)
         async for piece in body:
-            num_bytes += len(piece)
-            self._num_bytes[tenant] += len(piece)
-            if self._num_bytes[tenant] > most // 2 or self._num_bytes.total() > most:
-                message = "too many documents wait to be added; try again later"
-                raise BusyError(message, _RETRY_SECONDS)
             await asyncio.to_thread(file.write, piece)
         await asyncio.to_thread(file.flush)
         return Path(name)
@@ -355,7 +338,7 @@ class Documents:
 
 def _remove_parts(folder: Path) -> None:
     """Remove bodies that no server is receiving any more."""
-    for part in folder.glob(f"{_PART}*"):
+    for part in folder.rglob(f"{_PART}*"):
         with contextlib.suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             part.unlink()

@@ -51,14 +51,6 @@ _OF_TEXTS = ("/v1/embeddings", "/v1/rerank", "/api/embed")
 _READING = ("GET", "HEAD", "OPTIONS")
 # A name, or an address of IPv6 in brackets, and perhaps a port.
 _HOST = re.compile(r"(?:\[([\w:.%]+)\]|([^\s/?#@:\[\]\\]+))(?::[0-9]{0,5})?")
-_ROUTES = frozenset(
-    {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
-        *("/v1/models", *_OF_TEXTS),
-        *("/api/chat", "/api/generate", "/api/tags", "/api/embeddings"),
-        *("/metrics", "/openapi.json", "/v1/kvrag", *_OPEN),
-    }
-)
 
 
 @dataclass
@@ -209,11 +201,12 @@ class Gate:
 
     def _note(self, scope: Scope, record: Record) -> None:
         """Count and log a request that has ended."""
-        path, generation = scope["path"], record.generation
+        generation = record.generation
         line: dict[str, Any] = {
             "request_id": record.request_id,
             "method": scope["method"],
-            "route": path if path in _ROUTES else "other",
+            # Not the path, which may name documents.
+            "route": getattr(scope.get("route"), "path", "other"),
             "status": record.outcome,
             "seconds": time.perf_counter() - record.started,
             "key": record.account.name,

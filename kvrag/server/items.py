@@ -352,34 +352,29 @@ class ItemsShape(ChatShape):
         given = self._given
         is_cut = any(finish_of(one) != "stop" for one in answers) and not self._num_calls[0]
         ended: Status = "incomplete" if is_cut else "completed"
-        usage = self._usage(answers) if answers else None
-        body = r.ItemsResponse(
-            id=self._id,
-            created_at=self._head["created"],
-            status=ended if answers else "in_progress",
-            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+        found = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._head["created"],
+            "status": ended if answers else "in_progress",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             **given.model_dump(include={"instructions", "max_output_tokens", "model", "user"}),
-            metadata=given.metadata or {},
-            output=self._items if answers else [],
-            parallel_tool_calls=given.parallel_tool_calls is not False,
-            temperature=given.temperature or 0.0,
-            text=_dumped(given.text) or {"format": {"type": "text"}},
-            tool_choice=_dumped(given.tool_choice) or "auto",
-            tools=[_dumped(one) for one in given.tools or ()],
-            top_p=1.0 if given.top_p is None else given.top_p,
-            usage=None
-            if usage is None
-            else r.ItemsUsage(
-                input_tokens=usage.prompt_tokens,
-                input_tokens_details=usage.prompt_tokens_details,
-                output_tokens=usage.completion_tokens,
-                total_tokens=usage.total_tokens,
-            ),
-            kvrag=self._details(answers) if answers and given.kvrag.report else None,
-        )
-        found = body.model_dump(mode="json")
-        if found["kvrag"] is None:
-            del found["kvrag"]
+            "metadata": given.metadata or {},
+            "output": self._items if answers else [],
+            "parallel_tool_calls": given.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": given.temperature or 0.0,
+            "text": _dumped(given.text) or {"format": {"type": "text"}},
+            "tool_choice": _dumped(given.tool_choice) or "auto",
+            "tools": [_dumped(one) for one in given.tools or ()],
+            "top_p": 1.0 if given.top_p is None else given.top_p,
+            "truncation": "disabled",
+            "usage": _used(self._usage(answers)) if answers else None,
+        }
+        if answers and given.kvrag.report:
+            found["kvrag"] = self._details(answers).model_dump(mode="json")
         return found
 
 
@@ -387,6 +382,16 @@ def _text(content: str | list[ItemPart]) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": one.text} for one in content]
+
+
+def _used(usage: r.Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": usage.prompt_tokens_details.model_dump(),
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }
 
 
 def _dumped(value: Any) -> Any:

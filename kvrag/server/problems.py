@@ -27,14 +27,6 @@ OLLAMA = "/api/"
 """Where the routes of Ollama's API are."""
 
 INVALID = "invalid_request_error"
-# Parameters that ask for nothing with a neutral value; no other is supported.
-_NEUTRAL = frozenset(
-    {
-        *("best_of", "echo", "modalities", "suffix"),
-        *("background", "conversation", "reasoning", "truncation"),
-        *("think", "template"),
-    }
-)
 # Where a request takes a text or an object: what pydantic calls the two.
 _BRANCHES = frozenset(
     {
@@ -209,10 +201,8 @@ def validation_problem(errors: list[Any]) -> RequestError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return RequestError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    is_neutral = first["loc"][:1] == ("body",) and place and place[0] in _NEUTRAL
     # Only an empty list or object asks for nothing.
-    if is_neutral or (first["type"] == "too_long" and first["ctx"]["max_length"] == 0):
-        param = place[0] if is_neutral else param
+    if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
         return RequestError(
             400,
             f"{param}: this server does not support it; leave it out",

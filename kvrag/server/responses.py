@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvrag.server.requests import RankedText
 
@@ -237,55 +237,25 @@ class Completion(Head):
     choices: list[TextChoice]
 
 
-class ReasoningDetails(BaseModel):
-    """Tokens of thoughts that are not shown: none."""
-
-    reasoning_tokens: Literal[0] = 0
-
-
-class ItemsUsage(BaseModel):
-    """Token counts of a response."""
-
-    input_tokens: int
-    input_tokens_details: PromptDetails
-    output_tokens: int
-    output_tokens_details: ReasoningDetails = ReasoningDetails()
-    total_tokens: int
-
-
 class ItemsResponse(BaseModel):
-    """The answer to a request of the Responses API: items of the types message and function_call.
+    """The answer to a request of the Responses API, as OpenAI describes it.
 
     Attributes
     ----------
-    store, truncation
-        As they always are: nothing is stored, and a prompt that is too long is refused.
+    output
+        Items of the types message and function_call.
     kvrag
         kvrag's own part, if the request asks for it.
     """
 
+    model_config = ConfigDict(extra="allow")
+
     id: str
     object: Literal["response"] = "response"
-    created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: dict[str, Any] | None = None
-    incomplete_details: dict[str, Any] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    store: Literal[False] = False
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_p: float
-    truncation: Literal["disabled"] = "disabled"
-    usage: ItemsUsage | None
-    user: str | None
+    usage: dict[str, Any] | None
     kvrag: KVRagDetails | None = None
 
 

@@ -12,30 +12,12 @@ from typing import Any
 import pytest
 
 import kvrag
-from kvrag.cli.conversation import first_line, is_usable
+from kvrag.cli.conversation import is_usable
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
 from kvrag.ingest.index import Index
 from kvrag.ingest.search import SearchHit
 from tests.cli.conftest import Run
-
-
-def test_history_makes_the_prompt_longer(run: Run, index_folder: Path) -> None:
-    lines = "Who keeps the ledger?\nAnd the clock?\n"
-    common = ("chat", "--index", index_folder, "--max-tokens", 3, "--json")
-    alone = run(*common, "--history", 0, stdin=lines).json["turns"]
-    together = run(*common, "--history", 2, stdin=lines).json["turns"]
-    assert alone[0]["usage"]["prompt_tokens"] == together[0]["usage"]["prompt_tokens"]
-    assert alone[1]["usage"]["prompt_tokens"] < together[1]["usage"]["prompt_tokens"]
-
-
-def test_a_refused_question_is_a_turn_of_the_json(run: Run, index_folder: Path) -> None:
-    lines = "why " * 3000 + "\nWho keeps the ledger?\n"
-    done = run("chat", "--index", index_folder, "--max-tokens", 3, "--json", stdin=lines, code=1)
-    refused, answered = done.json["turns"]
-    assert refused["question"].startswith("why why")
-    assert "tokens" in refused["error"]
-    assert "answer" in answered
 
 
 def test_turns_are_remembered_and_kept(run: Run, index_folder: Path) -> None:
@@ -107,21 +89,6 @@ def test_a_follow_up_searches_for_what_the_model_writes(
 )
 def test_what_replaces_a_question(written: str, question: str, usable: bool) -> None:
     assert is_usable(written, question) is usable
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("", ""),
-        ("\n \n", ""),
-        ("Who?\nYes.", "Who?"),
-        ('**Question:** "Who?"', "Who?"),
-        ("Rewritten question: Who: he?", "Who: he?"),
-        ("Note: the question is hard", "Note: the question is hard"),
-    ],
-)
-def test_the_first_line_without_its_label(text: str, line: str) -> None:
-    assert first_line(text) == line
 
 
 def test_commands(run: Run, index_folder: Path) -> None:

@@ -69,12 +69,3 @@ def test_profile_then_recode(run: Run, index_folder: Path, tmp_path: Path) -> No
 def test_bad_codecs(run: Run, index_folder: Path, arguments: tuple[str, ...], message: str) -> None:
     done = run("recode", "--index", index_folder, *arguments, code=1)
     assert message in " ".join(done.err.split())
-
-
-def test_a_profile_for_an_index_that_has_none_to_use(
-    run: Run, index_folder: Path, documents: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "fitted.safetensors"
-    run("profile", "--index", index_folder, "--out", path)
-    done = run("ingest", documents, "--index", index_folder, "--profile", path, code=1)
-    assert "kvrag recode --profile" in " ".join(done.err.split())

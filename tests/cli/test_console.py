@@ -3,22 +3,6 @@ import pytest
 from kvrag.cli import console
 
 
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 * 2**40, "3.0 TiB")],
-)
-def test_bytes_for_a_person(size: int, shown: str) -> None:
-    assert console.format_bytes(size) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.00042, "420 us"), (0.0123, "12.3 ms"), (1.239, "1.24 s"), (185, "3 min 05 s")],
-)
-def test_seconds_for_a_person(seconds: float, shown: str) -> None:
-    assert console.format_seconds(seconds) == shown
-
-
 def test_fields_are_printed_with_units(capsys: pytest.CaptureFixture[str]) -> None:
     values = {
         "num_chunks": 1234,

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.cli.demo import _NUM_QUESTIONS, _PAGES, DemoQuestion, read_questions
+from kvrag.cli.demo import _PAGES, read_questions
 from kvrag.errors import KVRagError
 from kvrag.ingest.index import Index
 from kvrag.weights.named import NamedModel, named_model
@@ -127,29 +127,9 @@ def test_the_real_model_answers_from_the_handbook(run: Run) -> None:
     assert fused["median_ttft_seconds"] < plain["median_ttft_seconds"]
 
 
-def test_the_handbook_answers_its_questions() -> None:
-    pages = [page.read_text("utf-8") for page in (EXAMPLES / "handbook").glob("*.md")]
-    questions = read_questions(EXAMPLES / "handbook-questions.json")
-    for question in questions:
-        assert question.answers
-        assert any(question.is_right(page) for page in pages), question.question
-    shown = [(EXAMPLES / "handbook" / page).read_text("utf-8") for page in _PAGES]
-    assert len(shown) < len(pages)
-    for question in questions[:_NUM_QUESTIONS]:
-        assert any(question.is_right(page) for page in shown), question.question
-
-
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"q": "?"}]', '{"a": 1}'])
 def test_bad_question_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(KVRagError, match="bad"):
         read_questions(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [("Ines.", True), (" it is ines ", True), ("Inesa", False), ("", False), ("Tomas", False)],
-)
-def test_answers_are_judged_by_their_words(text: str, right: bool) -> None:
-    assert DemoQuestion("Who?", ("Ines",)).is_right(text) is right

@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from kvrag.cli import checkup, console
+from kvrag.cli import checkup
 from kvrag.cli.checkup import Finding
 from kvrag.codec.names import PLAIN
 from kvrag.fusion.policies.registry import POLICIES
-from kvrag.models.kv_model import KVModel
-from kvrag.native.kernels import REFERENCE, instruction_set, instruction_sets, use_instruction_set
+from kvrag.native.kernels import REFERENCE
 from kvrag.store.registry import REMOTE
 from tests.cli.conftest import Run
 from tests.support.distributions import installed
-from tests.support.models import make_model, make_tokenizer
 
 
 def findings(run: Run, *args: object) -> dict[str, Finding]:
@@ -30,17 +27,6 @@ def test_this_machine_is_sound(run: Run) -> None:
         assert word in done.out
 
 
-@pytest.mark.skipif(instruction_sets() == (REFERENCE,), reason="no kernels are compiled here")
-def test_the_kernels_in_use_are_named(run: Run) -> None:
-    found = instruction_set()
-    try:
-        use_instruction_set("scalar")
-        detail = findings(run)["kernels"].detail
-    finally:
-        use_instruction_set(found)
-    assert detail.startswith("scalar, for the codec and for attention (this processor runs: scalar")
-
-
 def test_index_and_model(run: Run, index_folder: Path) -> None:
     found = findings(run, "--index", index_folder)
     assert found["index"].status == "ok"
@@ -51,21 +37,6 @@ def test_index_and_model(run: Run, index_folder: Path) -> None:
     assert found["compute"].detail.startswith("float32; --compute auto would take ")
     for name in ("float32", "bfloat16", "int8"):
         assert f"{name} 0." in found["compute"].detail.partition("(a layer: ")[2]
-
-
-def test_what_is_stored_is_named_whatever_the_processor_computes_in(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.models.kv_model.has_bfloat16", lambda: False)
-    make_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    found = findings(run, "--model", tmp_path)
-    spec = KVModel.load(tmp_path).chunk_spec
-    assert spec.dtype == torch.bfloat16
-    stored = console.format_bytes(spec.bytes_per_token)
-    assert ", bfloat16, " in found["model"].detail
-    assert found["model"].detail.endswith(f", {stored} of KV per token")
-    assert found["compute"].detail.startswith("float32; ")
 
 
 @pytest.mark.parametrize(
@@ -93,14 +64,6 @@ def test_what_is_wrong_has_a_remedy(
     found = findings(run)[name]
     assert found.status == status
     assert remedy in found.remedy
-
-
-def test_a_missing_index_and_model_are_problems(run: Run, tmp_path: Path) -> None:
-    found = findings(run, "--index", tmp_path / "nowhere", "--model", tmp_path / "gone")
-    assert (found["index"].status, found["model"].status) == ("problem", "problem")
-    assert "kvrag ingest" in found["index"].detail
-    assert "gone" in found["model"].detail
-    run("doctor", "--index", tmp_path / "nowhere", code=1)
 
 
 def test_without_torch_the_rest_is_still_checked(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 from pathlib import Path
 
-from kvrag.chunk import Document
 from kvrag.ingest.index import Index
 
 
@@ -26,25 +25,3 @@ def test_every_part_of_a_prompt_is_explained(run, index_folder, tmp_path: Path) 
     shown = run("explain", tmp_path / "prompt.txt", "-i", index_folder).out
     assert "not in the index" in shown
     assert "\x1b[31mthis" not in shown
-
-
-def test_a_file_that_is_no_text(run, index_folder, tmp_path: Path) -> None:
-    (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
-    for name, said in (("prompt.bin", "is not UTF-8 text"), ("absent", "cannot read")):
-        assert said in run("explain", tmp_path / name, "-i", index_folder, code=1).err
-
-
-def test_a_first_chunk_is_fresh_once_and_exact_afterwards(run, tmp_path: Path) -> None:
-    text = "Ines keeps the harbour ledger of Varn, by the old river bank near the northern light."
-    folder, prompt = tmp_path / "index", tmp_path / "prompt.txt"
-    with Index.create(
-        folder, model="kvrag-tiny", embedding="hashing", context="filler:20"
-    ) as index:
-        index.add(Document("ledger", text))
-        head = index.tokenizer.decode(index.prefix_ids[1:])  # the tokenizer adds the first one
-    prompt.write_text(f"{head}{text}\n\nWho keeps it?")
-    states = []
-    for _ in range(2):
-        parts = run("explain", prompt, "-i", folder, "--json").json["parts"]
-        states.append({one["state"]: one["why"] for one in parts if "Ines" in one["text"]})
-    assert states == [{"fresh": "computed to be stored"}, {"exact": "ledger, chunk 0"}]

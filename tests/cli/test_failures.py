@@ -59,12 +59,3 @@ def test_debug_lets_the_traceback_through(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(StoreError):
         command()
-
-
-def test_closed_pipe_is_left_to_the_framework() -> None:
-    @guarded
-    def command() -> None:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    with pytest.raises(BrokenPipeError):
-        command()

@@ -54,13 +54,6 @@ def test_check_names_the_place_of_a_mistake(run: Run, tmp_path: Path) -> None:
     assert f"{tmp_path / 's.xml'}:2:3: <modul> is not known here" in ran.err
 
 
-@pytest.mark.parametrize("text", ["Dear all,\n", '\n{"schema": 1}', "# A title\n<b>x</b>"])
-def test_what_is_no_markup_is_told_what_was_expected(run: Run, tmp_path: Path, text: str) -> None:
-    (tmp_path / "s.xml").write_text(text)
-    ran = run("pml", "check", tmp_path / "s.xml", code=1)
-    assert "no XML; expected markup that begins with <schema name=...>" in ran.err
-
-
 def test_encode_then_run(run: Run, files: tuple[Path, Path], folder: Path) -> None:
     schema, prompt = files
     first = run("pml", "encode", schema, "--index", folder, "--json")

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from kvrag.cli import console
-from kvrag.cli.indexing import IngestBar
-from kvrag.ingest.report import IngestProgress
 from tests.cli.conftest import Run
 
 
@@ -38,32 +36,6 @@ def test_lines_come_every_few_seconds(now: list[float], capsys: pytest.CaptureFi
         "the same",
     ]
     assert "\x1b" not in err
-
-
-def test_ingestion_tells_tokens(
-    now: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with console.progress("reading") as say:
-        bar = IngestBar(tmp_path, say)
-        for second, stage, tokens in ((1, "read", 0), (6, "read", 0), (12, "compute", 1500)):
-            now[0] = float(second)
-            bar.update(
-                IngestProgress(
-                    stage=stage,
-                    num_documents_done=second,
-                    num_documents=20,
-                    num_tokens_done=tokens,
-                    num_tokens=6000,
-                    size_bytes_done=0,
-                    size_bytes_estimate=0,
-                    seconds=float(second),
-                    tokens_per_second=125.0,
-                    eta_seconds=36.0,
-                )
-            )
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "reading: 6 of 20 documents"
-    assert lines[-1] == "computing: 1,500 of 6,000 tokens, 125 tokens/s, 36.00 s left"
 
 
 @pytest.mark.parametrize(

@@ -81,32 +81,6 @@ def matching_sources(pattern: str, sources: list[str]) -> list[str]:
     return [row.source for row in matching_documents(pattern, rows)]
 
 
-def test_a_file_named_like_a_row_is_no_row(
-    run: Run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, index = tmp_path / "d", ("-i", tmp_path / "i")
-    folder.mkdir()
-    (folder / "a.csv").write_text("name\nInes\nTomas\n")
-    (folder / "a.csv#2.txt").write_text("The fox keeps the ledger.")
-    monkeypatch.chdir(folder)
-
-    def names() -> set[str]:
-        return {Path(row["source"]).name for row in run("ls", *index, "--json").json}
-
-    def ingest() -> None:
-        run("ingest", folder, *index, "-m", model_folder, "--embedding", "hashing")
-        assert names() == {"a.csv#1", "a.csv#2", "a.csv#2.txt"}
-
-    for given in ("a.csv", folder / "a.csv", "*.csv"):
-        ingest()
-        run("rm", given, *index)
-        assert names() == {"a.csv#2.txt"}
-    ingest()
-    for given in ("a.csv#2", "a.csv#2.txt"):
-        assert len(run("rm", given, *index, "--json").json["removed"]) == 1
-    assert names() == {"a.csv#1"}
-
-
 def test_a_name_is_no_pattern_before_it_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = ["/d/a[1].txt", "/d/a1.txt", "/d/t.csv#1", "/d/t.csv#2", "/d/t.csv.bak", "id-7"]
     assert matching_sources("/d/a[1].txt", sources) == ["/d/a[1].txt"]
@@ -169,21 +143,6 @@ def test_a_star_stays_within_its_folder(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("os.path.abspath", lambda path: os.path.normpath(f"/d/{path}"))
     monkeypatch.setattr("os.path.realpath", lambda path: os.path.normpath(f"/d/{path}"))
     assert matching_sources("**/*.md", sources) == sources[:3]
-
-
-def test_a_refused_name_is_not_suggested(run: Run, index_folder: Path, documents: Path) -> None:
-    done = run("rm", "fox.txt", "-i", index_folder, code=1)
-    assert "'fox.txt'" not in done.err
-    assert "notes/fox.txt'" in done.err
-    suggested = done.err.partition("is it '")[2].partition("'")[0]
-    run("rm", suggested, "-i", index_folder)
-
-
-def test_an_emptied_index_names_its_folder(run: Run, index_folder: Path, documents: Path) -> None:
-    run("rm", documents, "-i", index_folder)
-    fill = f"kvrag ingest PATH... --index {index_folder}"
-    assert run("ls", "-i", index_folder).err == f"the index is empty; fill it with: {fill}\n"
-    assert fill in run("doctor", "-i", index_folder, "--json").out
 
 
 def test_a_damaged_document_is_not_passed_over_in_silence(

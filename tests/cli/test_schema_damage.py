@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.support.folders import pack_all
 
 QUESTION = "Who keeps the harbour ledger?"
 
@@ -49,20 +48,6 @@ def test_the_catalog_is_named_repaired_and_healed(run: Run, index: Path, documen
     run("verify", "--repair", "--index", index, code=1)
     run("ingest", documents, "--index", index)
     run("verify", "--index", index)
-
-
-def test_the_table_of_records_is_made_anew(run: Run, index: Path) -> None:
-    pack_all(index / "kv")  # as 0.2 wrote it
-    spoil_schema(index / "kv" / "records.sqlite")
-    run("query", "--index", index, QUESTION, "--max-tokens", 2)
-    run("verify", "--repair", "--index", index)
-    run("verify", "--index", index)
-
-
-def test_counters_are_no_reason_to_answer_nothing(run: Run, index: Path) -> None:
-    spoil_schema(index / "counters.sqlite")
-    for command in (["query", QUESTION, "--max-tokens", 2], ["stats"], ["verify"]):
-        run(*command, "--index", index)
 
 
 def test_words_are_indexed_anew(run: Run, index: Path) -> None:

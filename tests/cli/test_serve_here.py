@@ -150,11 +150,9 @@ def test_the_environments_key(index_path: Path) -> None:
         (["--max-model-len", "10"], "options of 'vllm serve' are for --engine vllm"),
         (["--prot", "80"], "no option --prot (is it '--port'?)"),
         (["--engine", "vllm", "--streams", "3"], "--streams is for --engine transformers"),
-        (["--host", "999.1.1.1"], "without keys"),
         (["--host", "999.1.1.1", "--anyone"], "choose a --host of this machine"),
         (["--policy", "none:shift=x"], "shift"),
         (["--allow-origin", "app.example"], "expected an origin"),
-        (["--allow-origin", "https://app.example/"], "expected an origin"),
         (["--keys", "missing.toml"], "is not a file of keys"),
     ],
 )
@@ -169,10 +167,8 @@ def test_what_cannot_be_served(run: Run, index_path: Path, options: list[str], w
     [
         (KEYS, 0o644, "other users may read these keys"),
         ("keys = 3", 0o600, "keys: Input should be a valid list"),
-        ('[[keys]]\nname = "a"\nkey = "secret"', 0o600, "at least 16 characters"),
         (KEYS + KEYS, 0o600, "the same name"),
         (KEYS + "requests_per_hour = 3", 0o600, "Extra inputs"),
-        (KEYS + "concurrency = 0", 0o600, "greater than or equal to 1"),
         ("keys", 0o600, "is not a file of keys"),
     ],
 )

@@ -235,6 +235,7 @@ class TestAFileNobodyNamed:
             "[gc]\nshared = true",
             "[choose-store]\nmove = true",
             '[serve]\nhost = "0.0.0.0"',
+            'index = "s3://bucket/index"',
         ],
     )
     def test_names_no_place_no_code_and_lifts_no_guard(

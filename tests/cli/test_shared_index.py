@@ -35,15 +35,3 @@ def test_from_ingest_to_gc(
     monkeypatch.setenv("KVRAG_VIEWS", str(tmp_path / "views"))
     assert len(run("ls", "--index", url, "--json").json) == len(TEXTS) - 1
     assert run("verify", "--index", url).out.endswith("sound\n")
-
-
-def test_a_settings_file_that_was_found_names_no_url(
-    run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = tmp_path / "kvrag.toml"
-    settings.write_text(f'index = "{url}"\n')
-    monkeypatch.chdir(tmp_path)
-    refused = run("ls", code=1)
-    assert "expected a folder in" in refused.err
-    named = run("ls", "--config", settings, code=1)
-    assert f"there is no index at {url}" in named.err

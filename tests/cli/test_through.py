@@ -273,17 +273,6 @@ def test_a_server_that_ends_in_mid_answer(run: Run, index_folder: Path) -> None:
     assert done.err.count("ended before it had answered") == 1
 
 
-def test_a_server_that_says_nothing(
-    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(through, "_GREETING_SECONDS", 0.05)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(socket_path(index_folder))
-        listener.listen()
-        done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
-    assert "does not answer" in done.err
-
-
 def test_the_end_waits_for_no_long_prompt(
     index_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,14 +333,6 @@ def test_what_is_no_greeting_ends_nothing(run: Run, index_folder: Path, place: P
                 told = connection.makefile().read()
             assert (b"{" in said) is ("it is of version" in told)
         assert run("query", "--index", index_folder, QUESTION, "--max-tokens", 2).code == 0
-
-
-def test_a_server_says_that_it_has_no_place(
-    index_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(index_folder / "nowhere"))
-    with listening(index_folder):
-        assert "will not ask this server" in capfd.readouterr().err
 
 
 def test_of_two_servers_the_newer_is_asked(run: Run, index_folder: Path) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrag.server import access
-from kvrag.server.access import Account, ApiKey, Bucket
+from kvrag.server.access import Account, ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.problems import LimitError
 from tests.support.api_server import Served, lasting, serving
@@ -163,32 +162,3 @@ def test_each_answer_of_a_request_counts(post: Any) -> None:
         account.add(1)
     account.leave(3)
     account.add(3)
-
-
-def test_a_bucket_fills_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(access.time, "monotonic", lambda: now[0])
-    bucket = Bucket(60)
-    assert bucket.seconds_until(60) == 0
-    bucket.take(90)
-    assert bucket.seconds_until(0) == pytest.approx(30)
-    now[0] += 40
-    assert bucket.seconds_until(10) == 0
-    assert bucket.seconds_until(11) == pytest.approx(1)
-    now[0] += 1e6
-    assert bucket.seconds_until(61) == pytest.approx(1)
-
-
-def test_a_refused_request_uses_nothing_up() -> None:
-    account = Account(
-        ApiKey(name="a", key="0123456789abcdef", concurrency=1, requests_per_minute=2)
-    )
-    account.enter()
-    for _ in range(5):
-        with pytest.raises(LimitError, match="same time"):
-            account.enter()
-    account.leave()
-    account.enter()
-    account.leave()
-    with pytest.raises(LimitError, match="requests a minute"):
-        account.enter()

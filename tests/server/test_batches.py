@@ -116,16 +116,6 @@ def test_readiness_says_when_nothing_moves(
     assert httpx.get(ready).status_code == 200
 
 
-def test_a_documents_parts_may_come_all_at_once(apart: Served, reading: Reading) -> None:
-    """Open WebUI sends a request for each, and gives an upload up if one is refused."""
-    clients = [raw(apart, body(number, 1), path="/v1/embeddings") for number in range(96)]
-    wait_until(lambda: len(reading.begun) == 2)
-    reading.may_read.release(1000)
-    for client in clients:
-        assert client.recv(12) == b"HTTP/1.1 200"
-        client.close()
-
-
 # What takes long to answer, or with other words does not.
 def embeds(word: str, number: int = 0) -> tuple[str, dict[str, Any]]:
     return "embeddings", {"model": "hashing-2", "input": [f"{word}{number}"]}

@@ -8,10 +8,8 @@ import httpx
 import pytest
 
 from kvrag.server.citing import Support, sentences, supports
-from kvrag_bench.citations import run_citations_bench
 from kvrag_corpus.real import generate_set
 from tests.support.api_server import Served
-from tests.support.rag import Rag
 
 LEAVE = (
     "# Leave\n\nFull-time staff have 25 days of paid leave a year, which they may take when their\n"
@@ -98,18 +96,6 @@ def test_the_question_says_whose_passage_a_short_answer_is_from() -> None:
     assert found.passage == 1
 
 
-def test_passages_that_say_the_same_are_all_named() -> None:
-    assert [
-        one.passage for one in supports("Taxis are paid at night.", [TRAVEL, LEAVE, TRAVEL])
-    ] == [0, 2]
-
-
-def test_nothing_is_said_of_nothing() -> None:
-    assert supports("", [LEAVE]) == []
-    assert supports("Anything goes here.", []) == []
-    assert supports("Anything goes here.", ["", "..."]) == []
-
-
 @pytest.mark.parametrize("name", ["biography:8", "needle:2k", "code"])
 @pytest.mark.parametrize("form", ["{}", "The answer is {}."])
 def test_right_answers_name_what_they_follow_from(name: str, form: str) -> None:
@@ -118,9 +104,3 @@ def test_right_answers_name_what_they_follow_from(name: str, form: str) -> None:
         found = supports(form.format(one.answers[0]), one.chunks, one.question)
         assert found[0].passage in one.supporting
         assert one.answers[0] in one.chunks[found[0].passage]
-
-
-def test_the_bench_counts(rag: Rag) -> None:
-    (row,) = run_citations_bench(rag.index.model, ["biography:2"], 2, max_tokens=4, seed=1)
-    assert (row.set, row.num_chunks) == ("biography:2", 2)
-    assert row.num_right <= row.num_cited <= row.num_sentences

@@ -125,15 +125,6 @@ def test_slow_bodies_make_room(small: Served) -> None:
         one.close()
 
 
-@pytest.mark.parametrize("limit", [20, 256, 1024, 1 << 20])
-def test_descriptors_are_left_for_files(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    import resource
-
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    most = running.most_connections()
-    assert 0 < most <= min(3 * limit // 4, running.MAX_CONNECTIONS)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_stop_ends_answers_in_their_own_form(rag: Rag, stream: bool) -> None:
     with lasting():

@@ -226,8 +226,7 @@ def test_what_is_received_is_bounded(writable: Served, monkeypatch: pytest.Monke
     folder = uploads_path(writable.engine.index.path)
     delete(writable, str(folder / "first.md"))
     monkeypatch.setattr(gate.ParseLimits, "max_file_bytes", 1000)
-    monkeypatch.setattr(documents, "_MAX_PENDING_FILES", 1)
-    assert put(writable, "first.md", b"a" * 600).status_code == 503
+    assert put(writable, "first.md", b"a" * 1001).status_code == 413
     assert list(folder.iterdir()) == []
     assert steps(put(writable, "first.md", TEXT))[-1]["stage"] == "done"
     delete(writable, str(folder / "first.md"))
@@ -244,7 +243,7 @@ def test_a_client_that_leaves_its_upload_is_no_error(
             b"Content-Length: 100000\r\n\r\nx"
         )
         wait_until(lambda: any(folder.glob(".upload-*")))
-    gone = 'kvrag_server_requests_total{route="other",status="499"'
+    gone = 'kvrag_server_requests_total{route="/v1/kvrag/documents/{name}",status="499"'
     wait_until(lambda: metric(writable, gone) == 1)
     wait_until(lambda: not any(folder.glob(".upload-*")))
     assert put(writable, "left.md", TEXT).status_code == 200
@@ -317,23 +316,6 @@ def test_after_a_kill_the_same_name_is_accepted(
             if source != "ledger":
                 delete(again, source)
         assert list(folder.iterdir()) == []
-
-
-def test_a_document_of_which_a_part_fails_is_not_added(
-    writable: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embed = HashingEmbedding.embed
-
-    def failing(self: HashingEmbedding, texts: list[str]) -> Any:
-        if any("Ines 7" in text for text in texts):
-            raise ValueError("no")
-        return embed(self, texts)
-
-    monkeypatch.setattr(HashingEmbedding, "embed", failing)
-    answer = put(writable, "table.csv", ROWS)
-    assert steps(answer)[-1]["error"]["code"] == "not_added"
-    assert sources(writable) == ["ledger"]
-    assert list(uploads_path(writable.engine.index.path).iterdir()) == []
 
 
 def test_a_stop_ends_an_ingestion(tmp_path: Path) -> None:

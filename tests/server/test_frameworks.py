@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_openai import ChatOpenAI
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import SecretStr
@@ -47,18 +47,6 @@ def test_langchains_stream(served: Served) -> None:
 
 
 PROMPT_ALONE = [{"role": "user", "content": PROMPT}]
-
-
-def test_langchains_embeddings(served: Served) -> None:
-    model = OpenAIEmbeddings(
-        model="hashing-2",
-        base_url=served.url,
-        api_key=SecretStr("none needed"),
-        check_embedding_ctx_length=False,
-    )
-    found = model.embed_query("the harbour")
-    (expected,) = served.engine.index.embedding.embed(["the harbour"])
-    assert found == pytest.approx(expected.tolist())
 
 
 def llamaindex(served: Served, **options: Any) -> OpenAILike:

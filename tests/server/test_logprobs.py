@@ -71,10 +71,3 @@ def test_a_completions_tokens(client: OpenAI, is_streamed: bool) -> None:
         assert len(top) == 2
         assert next(iter(top)) == max(top, key=lambda one: top[one]) == token
         assert top[token] == logprob < 0
-
-
-def test_none_is_not_zero(client: OpenAI) -> None:
-    chosen = client.completions.create(**TEXT, logprobs=0).choices[0].logprobs
-    assert len(chosen.token_logprobs or []) > 0
-    assert set(map(len, chosen.top_logprobs or [])) == {0}
-    assert client.completions.create(**TEXT).choices[0].logprobs is None

@@ -57,29 +57,23 @@ def schema(value: Any) -> dict[str, Any]:
 RAG = {"model": "rag:index"}
 IMAGE = [{"type": "image_url", "image_url": {}}]
 CHAT: list[tuple[Any, str | None, str]] = [
-    ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "does not support"),
     ({"web_search_options": {}}, "web_search_options", "unknown parameter"),
     ({"temperature": 3}, "temperature", "less than or equal to 2"),
-    ({"n": 17}, "n", "less than or equal to 16"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, None, "differ"),
     ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
     ({"stop": ["a", ""]}, "stop", "empty"),
-    ({"stop": ["a", 3]}, "stop.1", "valid string"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4 items"),
-    ({"stop": {"a": 1}}, "stop", "valid string"),
     ({"stop": ["y", "x" * 201]}, "stop", "a stop string has over 200 characters"),
     ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": [parts("text")] * 3}, "messages", "4,200 parts and calls in all"),
     (said("x", role="tool"), "messages.0", "tool_call_id"),
-    (said("x", role="oracle"), "messages.0.role", "Input should be"),
     (said(None), "messages.0", "content is missing"),
     (said(role="assistant"), "messages.0", "content is missing"),
     (said(IMAGE), "messages.0.content.0.type", "should be 'text'"),
     (said("x", annotations=[{}]), "messages.0", "annotations are an assistant's"),
     ({"tool_choice": function(name=3)}, "tool_choice.function.name", "valid string"),
     ({"tool_choice": "required"}, None, "without tools"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "should be 'function'"),
     (
         {"tools": [TOOL, function(parameters={"type": "x"})], "tool_choice": "required"},
         None,
@@ -91,11 +85,9 @@ CHAT: list[tuple[Any, str | None, str]] = [
     ({"kvrag": {"explain": True}}, "kvrag", "set report to true"),
     (RAG | {"kvrag": {"filter": {"a": {"$like": 1}}}}, None, "unknown operator"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-    ({"logprobs": 5}, "logprobs", "valid boolean"),
     ({"logprobs": False, "top_logprobs": 2}, None, "set logprobs to true"),
     ({"logprobs": True, "tools": [TOOL]}, None, "leave out logprobs, or the tools"),
     (form("json_schema"), "response_format", "json_schema"),
-    (form("text", regex="a"), "response_format", "regex"),
     (form("regex", regex="(a"), None, "unclosed group"),
     (schema({"type": "objekt"}), None, "objekt"),
     # Objects that would exhaust the stack of what reads them later.
@@ -107,7 +99,6 @@ CHAT: list[tuple[Any, str | None, str]] = [
     (RAG | {"kvrag": {"filter": nested(101)}}, "kvrag.filter", "nested over 100 deep"),
     # Half of a surrogate pair.
     (said(HALF), None, "not valid Unicode"),
-    (said("fox", role=HALF), "messages.0.role", "Input should be"),
     ({"kvrag": {"policy": HALF}}, "kvrag.policy", "unable to parse"),
     (RAG | said(HALF), None, "not valid Unicode"),
     (RAG | {"kvrag": {"filter": {HALF: 1}}}, None, "surrogate"),
@@ -115,22 +106,15 @@ CHAT: list[tuple[Any, str | None, str]] = [
 ]
 TEXT: list[tuple[Any, str | None, str]] = [
     ({"logprobs": 100}, "logprobs", "less than or equal to 20"),
-    ({"logprobs": -1}, "logprobs", "greater"),
-    ({"logprobs": True}, "logprobs", "integer"),
     ({"prompt": HALF}, None, "not valid Unicode"),
-    ({"prompt": ["fox", HALF]}, None, "not valid Unicode"),
     ({"stop": HALF}, "stop", "surrogate"),
-    ({HALF: 1}, None, "unable to parse"),
     ({"model": HALF}, "model", "unable to parse"),
 ]
 ITEMS: list[tuple[Any, str | None, str]] = [
     ({"previous_response_id": "resp_1"}, None, "keeps no responses; send the earlier items"),
-    ({"background": True}, None, "background: this server does not support it"),
-    ({"reasoning": {"effort": "high"}}, None, "reasoning: this server does not support it"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "Input should be 'function'"),
-    ({"input": []}, "input", "at least 1 item"),
+    ({"background": True}, None, "background: Input should be False"),
+    ({"reasoning": {"effort": "high"}}, None, "reasoning.effort: Input should be 'none'"),
     ({"input": [parts("input_text")] * 3}, "input", "4,200 parts and calls in all"),
-    ({"input": [{"role": "oracle", "content": "x"}]}, "input.0.role", "Input should be"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, None, "input.0"),
     ({"input": [{"role": "user", "content": IMAGE}]}, None, "input.0.content.0"),
     ({"tool_choice": "required"}, None, "without tools"),
@@ -145,16 +129,10 @@ VECTORS: list[tuple[Any, str | None, str]] = [
 ]
 RANKING: list[tuple[Any, str | None, str]] = [
     ({"query": ""}, "query", "empty"),
-    ({"query": 3}, "query", "valid string"),
-    ({"documents": []}, "documents", "at least 1 item"),
-    ({"documents": "text"}, "documents", "valid list"),
     ({"documents": ["x", " "]}, "documents", "empty"),
-    ({"documents": ["x", 3]}, "documents.1", "valid"),
     ({"documents": [{"title": "x"}]}, "documents.0.text", "Field required"),
     ({"documents": ["x"] * 2049}, "documents", "at most 2048"),
     ({"top_n": 0}, "top_n", "greater than or equal to 1"),
-    ({"top_n": "2"}, "top_n", "valid integer"),
-    ({"return_documents": 1}, "return_documents", "valid boolean"),
     ({"max_chunks_per_doc": 3}, "max_chunks_per_doc", "unknown parameter"),
     ({"query": HALF}, None, "surrogate"),
 ]

@@ -50,14 +50,6 @@ def test_without_a_reranker_it_is_the_embeddings_cosine(served: Served) -> None:
     assert all(one.keys() == {"index", "relevance_score"} for one in body["results"])
 
 
-def test_the_first_ones_with_their_texts(served: Served) -> None:
-    documents = [{"text": TEXTS[0]}, TEXTS[1], TEXTS[2]]
-    body = post(served, documents=documents, top_n=2, return_documents=True).json()
-    assert len(body["results"]) == 2
-    assert all(one["document"] == {"text": TEXTS[one["index"]]} for one in body["results"])
-    assert len(post(served, top_n=100).json()["results"]) == len(TEXTS)
-
-
 def test_a_cross_encoder_ranks_and_orders_what_the_server_finds(rag: Rag) -> None:
     with serving(rag.index, ServerOptions(reranker=Reranker(Shortest()), top_k=1)) as served:
         assert post(served).status_code == 404  # the embedding is no longer what ranks

@@ -3,11 +3,9 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response
-from pydantic import BaseModel
 
 from kvrag.server.app import ServerOptions
 from tests.models.test_tools import TOOL
@@ -141,32 +139,6 @@ def test_a_forced_call(rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch
     (call,) = client.responses.create(**asked, tool_choice=choice).output
     assert call.type == "function_call"
     assert "<tool_call>" in client.responses.create(**asked, tool_choice="none").output_text
-
-
-def test_events_are_named(served: Served) -> None:
-    body = {**ASKED, "max_output_tokens": 2, "stream": True}
-    lines = httpx.post(f"{served.url}/responses", json=body).text.split("\n\n")
-    assert lines[0].startswith("event: response.created\ndata: {")
-    assert lines[-2].startswith("event: response.incomplete\ndata: {")
-    assert lines[-1] == ""
-
-
-class Keeper(BaseModel):
-    name: str
-    year: int
-
-
-def test_forms_and_likelihoods(rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    follow(monkeypatch, rag, lambda prompt: '{"name": "Ines", "year": 1987}')
-    parsed = client.responses.parse(**ASKED, max_output_tokens=80, text_format=Keeper)
-    assert parsed.output_parsed == Keeper(name="Ines", year=1987)
-    told = client.responses.create(
-        **ASKED, max_output_tokens=8, include=["message.output_text.logprobs"], top_logprobs=2
-    )
-    (message,) = told.output
-    likely = message.content[0].logprobs  # type: ignore[union-attr]
-    assert "".join(one.token for one in likely or ()) == told.output_text
-    assert all(len(one.top_logprobs) == 2 for one in likely or ())
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -116,18 +116,6 @@ def test_a_forced_call(
     assert "<tool_call>" in hidden.message.content
 
 
-@pytest.mark.parametrize(("parallel", "number"), [({}, 2), ({"parallel_tool_calls": False}, 1)])
-def test_parallel_calls(
-    rag: Rag, client: OpenAI, monkeypatch: pytest.MonkeyPatch, parallel: Any, number: int
-) -> None:
-    follow(monkeypatch, rag, lambda prompt: f"{CALL}\n{CALL.replace('Varn', 'fox')}")
-    asked: Any = {**FREE, "tools": [TOOL], **parallel}
-    whole = client.chat.completions.create(**asked).choices[0].message
-    events = client.chat.completions.create(**asked, stream=True)
-    pieces = [one for event in events for one in event.choices[0].delta.tool_calls or ()]
-    assert len(whole.tool_calls or ()) == len(pieces) == number
-
-
 class Keeper(BaseModel):
     name: str
     year: int
