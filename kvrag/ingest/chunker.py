@@ -114,7 +114,6 @@ def chunk_document(
         raise ParameterError(f"chunk_tokens is at least {MIN_CHUNK_TOKENS}, found {chunk_tokens}")
     encoded(document.source, document.text)
     prepared = _outlined(document) if document.outline else _prepare(document.text)
-    chunks: list[Chunk] = []
 
     def tokenise(texts: list[str]) -> list[tuple[list[int], list[int]]]:
         return [
@@ -124,10 +123,15 @@ def chunk_document(
 
     # The tokenizer returns a new object for each number. Sharing them halves a token's memory.
     share = dict[int, int]().setdefault
+    pieces = [
+        (start, text, tuple(map(share, ids, ids)), tuple(map(share, starts, starts)))
+        for start, text, ids, starts in _cut(prepared, tokenise, chunk_tokens)
+    ]
+    chunks: list[Chunk] = []
     room = MAX_REPEATED_CHARACTERS
-    for start, text, ids, starts in _cut(prepared, tokenise, chunk_tokens):
-        ordinal = len(chunks)
-        place = _place(prepared, start)
+    for ordinal, (start, text, token_ids, token_starts) in enumerate(pieces):
+        place: dict[str, Any] = {"start": start} if len(pieces) > 1 else {}
+        place |= _place(prepared, start)
         room -= sum(map(len, place.get("headings", ())))
         if room < 0:
             raise DocumentError(
@@ -135,19 +139,11 @@ def chunk_document(
                 f"{MAX_REPEATED_CHARACTERS:,} characters in all; shorten them, or split the "
                 "document"
             )
+        chunk_id = chunk_id_of(document.source, ordinal, text)
+        metadata = {**place, **document.metadata}
         chunks.append(
-            Chunk(
-                chunk_id=chunk_id_of(document.source, ordinal, text),
-                text=text,
-                token_ids=tuple(map(share, ids, ids)),
-                token_starts=tuple(map(share, starts, starts)),
-                source=document.source,
-                ordinal=ordinal,
-                metadata={"start": start, **place, **document.metadata},
-            )
+            Chunk(chunk_id, text, token_ids, token_starts, document.source, ordinal, metadata)
         )
-    if len(chunks) == 1 and "start" not in document.metadata:
-        chunks[0].metadata.pop("start")  # type: ignore[attr-defined]
     return chunks
 
 
