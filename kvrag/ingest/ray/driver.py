@@ -235,8 +235,10 @@ class RayRunner:
                 "an index with a key cannot be filled with Ray: its object store would hold the "
                 "text of documents unencrypted; ingest without --ray"
             )
-        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-        if not (config.store or self._options.store or hosts <= {socket.gethostname()}):
+        nodes = () if config.store or self._options.store else ray.nodes()
+        if {node["NodeManagerHostname"] for node in nodes if node["Alive"]} - {
+            socket.gethostname()
+        }:
             raise ParameterError(
                 f"the KV of {storage.path} is in its own folder, which other machines do not "
                 "share: make an index with --store (redis://, s3://), or use --ray local"
