@@ -57,15 +57,9 @@ def check_scheme(place: str) -> None:
     scheme, colon, _ = place.lower().partition("://")
     if not colon or scheme in _SCHEMES:
         return
-    shown = without_password(place)
-    if scheme in ("az", "azure"):
-        raise ParameterError(
-            f"{shown}: the URL does not name the account; write "
-            "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"
-        )
     raise ParameterError(
-        f"{shown}: {scheme}:// cannot be read; expected a URL of s3://, gs://, abfss:// or "
-        "file://, or a path"
+        f"{without_password(place)}: {scheme}:// cannot be read; expected a URL of s3://, gs://, "
+        "file:// or abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH, or a path"
     )
 
 
@@ -160,17 +154,13 @@ def each_row(batch: Any) -> Iterator[dict[str, Any] | Exception]:
     for first in range(0, batch.num_rows, _BATCH_ROWS):
         part = batch.slice(first, _BATCH_ROWS)
         try:
-            rows = part.to_pylist()
+            yield from part.to_pylist()
         except Exception:  # of any type of Arrow: one by one
-            rows = [_row(part.slice(number, 1)) for number in range(part.num_rows)]
-        yield from rows
-
-
-def _row(batch: Any) -> Any:
-    try:
-        return batch.to_pylist()[0]
-    except Exception as error:
-        return error
+            for number in range(part.num_rows):
+                try:
+                    yield part.slice(number, 1).to_pylist()[0]
+                except Exception as error:
+                    yield error
 
 
 def _num_parts(listed: Listed) -> int:
