@@ -155,14 +155,12 @@ class _EncryptedRecord:
         self._key = key
         self._inner = inner
         header = bytearray(HEADER_BYTES)
-        if inner.size_bytes < HEADER_BYTES:
-            raise self._refuse("an encrypted record", f"{inner.size_bytes} bytes")
-        inner.read_into(0, memoryview(header))
+        if inner.size_bytes >= HEADER_BYTES:
+            inner.read_into(0, memoryview(header))
         magic, version, frame_bytes, self._size_bytes, salt, _ = _HEADER.unpack(header)
-        if magic != MAGIC:
-            raise self._refuse("an encrypted record", "another one; it was stored without a key")
-        if (version, frame_bytes) != (_VERSION, FRAME_BYTES):
-            raise self._refuse(f"version {_VERSION}", f"version {version}")
+        if (magic, version, frame_bytes) != (MAGIC, _VERSION, FRAME_BYTES):
+            what = f"an encrypted record of version {_VERSION}"
+            raise self._refuse(what, "another one, perhaps stored without a key")
         if inner.size_bytes != _kept_size(self._size_bytes):
             raise self._refuse(f"{_kept_size(self._size_bytes)} bytes", f"{inner.size_bytes} bytes")
         self._context = _context(key, bytes(header))

@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import re
+import resource
 import secrets
 import sqlite3
 import stat
@@ -127,10 +128,6 @@ def _open(path: Path) -> int:
 
 def _allow_more_files() -> bool:
     """Raise this process's limit of open files as far as the system lets it; say whether it did."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return False
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == most or limit == resource.RLIM_INFINITY:
         return False
@@ -184,7 +181,7 @@ def read_secret(path: str | Path, noun: str, form: str = "") -> str:
             f"{getattr(error, 'strerror', None) or 'it holds something else'}; make one with "
             "'openssl rand -hex 32'"
         ) from error
-    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
         raise ParameterError(
             f"{path}: other users may read this {noun}; take that right away (chmod 600)"
         )

@@ -102,14 +102,15 @@ class RedisRecord(HeadedRecord):
             magic, generation, size_bytes, num_pieces = _LIST.unpack_from(content)
             first = _LIST.size + num_pieces * _END.size
             ends = [end for (end,) in _END.iter_unpack(content[_LIST.size : first])]
-        except struct.error as error:
-            raise _foreign(store, key, "it is too short") from error
-        if magic != _MAGIC or not generation.isalnum():
-            raise _foreign(store, key, "its beginning differs")
-        if not ends or ends != sorted(ends) or ends[-1] != size_bytes:
-            raise _foreign(store, key, "its pieces do not add up")
-        if ends[0] != len(content) - first:
-            raise _foreign(store, key, "its head is cut short")
+            is_list = magic == _MAGIC and generation.isalnum() and ends == sorted(ends)
+            is_whole = (ends[0], ends[-1]) == (len(content) - first, size_bytes)
+        except (struct.error, IndexError):
+            is_list = is_whole = False
+        if not (is_list and is_whole):
+            raise RecordError(
+                f"record {key} in {store.url}: expected a list of pieces that this version of "
+                "kvrag wrote, found another value, or a part of one; delete it and ingest again"
+            )
         super().__init__(key, size_bytes, content[first:], store.metrics)
         self._store = store
         self._name = f"{store.name_of(key)}:{generation.decode()}"
@@ -135,13 +136,6 @@ class RedisRecord(HeadedRecord):
                 )
             buffer[filled : filled + len(content)] = content
             filled += len(content)
-
-
-def _foreign(store: RedisStore, key: ChunkKey, why: str) -> RecordError:
-    return RecordError(
-        f"record {key} in {store.url}: expected a list of pieces that this version of kvrag wrote, "
-        f"found another value ({why}); delete it and ingest again"
-    )
 
 
 class RedisStore(RemoteStore):

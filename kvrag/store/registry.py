@@ -37,6 +37,7 @@ _EXPECTED = (
     "a store is file:PATH, file:///PATH, memory:, redis://HOST:PORT/DB, s3://BUCKET/PREFIX, "
     "gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, http://HOST/PATH or tiered:URL|URL"
 )
+_LOCAL = re.compile(r"memory:|file:(?!//(?!/)).+", re.DOTALL)
 # An option that names a key, in a place where it would be part of a folder's or a prefix's name.
 _STRAY_KEY = re.compile(r"([&;,#\s][\w.-]*key[\w.-]*|key[\s_.-]*file)\s*=", re.IGNORECASE)
 
@@ -125,17 +126,12 @@ def check_kind(url: str) -> None:
     """Raise ParameterError unless the kind of a URL is known; this opens nothing."""
     if not isinstance(url, str):
         raise ParameterError(f"{_EXPECTED}; found {arguments.shown(url)}")
-    scheme, colon, rest = url.partition(":")
-    if scheme in ("file", "memory"):
-        rest = rest.partition("?")[0]
-    if scheme == "file":
-        is_known = bool(rest) and (not rest.startswith("//") or rest.startswith("///"))
-    elif scheme == "memory":
-        is_known = bool(colon) and not rest
-    elif scheme == "tiered":
-        is_known = bool(colon)
-    else:
-        is_known = rest.startswith("//") and scheme in REMOTE
+    scheme, _, rest = url.partition(":")
+    is_known = (
+        (scheme == "tiered" and ":" in url)
+        or _LOCAL.fullmatch(url.partition("?")[0]) is not None
+        or (rest.startswith("//") and scheme in REMOTE)
+    )
     if not is_known:
         hint = "; mooncake:// is a distribution of its own, in examples/mooncake of the repository"
         raise ParameterError(
@@ -169,21 +165,17 @@ def _open_tiers(urls: list[str], must_answer: bool) -> Store:
     try:
         for url in urls:
             tiers.append(open_store(url, must_answer=must_answer))
-            _require_another(tiers)
+            # Copies from a store to itself would be pointless.
+            place = tiers[-1].url.partition("?")[0]
+            others = [tier.url.partition("?")[0] for tier in tiers[:-1]]
+            if place in others and not is_in_memory(tiers[-1]):
+                raise ParameterError(f"{place} is two of the tiers: name each store once")
         disk = capability(tiers[-2], FileStore)
         return TieredStore(tiers, outbox_folder=None if disk is None else disk.path)
     except BaseException:
         for tier in tiers:
             tier.close()
         raise
-
-
-def _require_another(tiers: list[Store]) -> None:
-    """Raise ParameterError if the last tier is also an earlier one: copies would be pointless."""
-    *others, last = tiers
-    place = last.url.partition("?")[0]
-    if not is_in_memory(last) and place in [other.url.partition("?")[0] for other in others]:
-        raise ParameterError(f"{place} is two of the tiers: name each store once")
 
 
 def parse_options(

@@ -7,13 +7,15 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from kvrag import arguments
 from kvrag.chunk import ChunkKey
 from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.store.base import CountedStore, RecordWrapper, StoredRecord, StoreWrapper, check_range
 from kvrag.store.metrics import MISS_UNREADABLE, StoreMetrics
+
+_T = TypeVar("_T")
 
 Options = Mapping[str, tuple[str, Callable[[str], Any]]]
 """Maps an option's name in a URL to an argument's name and a parser (which raises ValueError)."""
@@ -239,39 +241,38 @@ class GuardedStore(StoreWrapper):
 
     def put(self, key: ChunkKey, record: bytes) -> None:
         """Write a record; an existing record stays."""
-        with self._breaker.guarding(is_read=False):
-            self.inner.put(key, record)
+        self._guarded(self.inner.put, key, record)
 
     def replace(self, key: ChunkKey, record: bytes) -> None:
         """Write a record in place of the existing one."""
-        with self._breaker.guarding(is_read=False):
-            self.inner.replace(key, record)
+        self._guarded(self.inner.replace, key, record)
 
     def open(self, key: ChunkKey) -> StoredRecord | None:
         """Open a record for reading, or return None if there is none. Raises StoreError."""
-        with self._breaker.guarding(), self._metrics.timing():
-            record = self.inner.open(key)
+        with self._metrics.timing():
+            record = self._guarded(self.inner.open, key, is_read=True)
         return None if record is None else _GuardedRecord(record, self._breaker, self._metrics)
 
     def contains(self, key: ChunkKey) -> bool:
         """Return whether there is a record for `key`."""
-        with self._breaker.guarding():
-            return self.inner.contains(key)
+        return self._guarded(self.inner.contains, key, is_read=True)
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove a record and return whether there was one."""
-        with self._breaker.guarding(is_read=False):
-            return self.inner.delete(key)
+        return self._guarded(self.inner.delete, key)
+
+    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
+        """Remove leftovers of interrupted writes; return their number."""
+        return self._guarded(self.inner.collect_garbage, min_age_seconds)
+
+    def _guarded(self, call: Callable[..., _T], *given: Any, is_read: bool = False) -> _T:
+        with self._breaker.guarding(is_read=is_read):
+            return call(*given)
 
     def sizes(self) -> Iterator[tuple[ChunkKey, int]]:
         """Iterate over keys and their records' sizes."""
         with self._breaker.guarding(is_read=False):
             yield from self.inner.sizes()
-
-    def collect_garbage(self, min_age_seconds: float = 3600.0) -> int:
-        """Remove leftovers of interrupted writes; return their number."""
-        with self._breaker.guarding(is_read=False):
-            return self.inner.collect_garbage(min_age_seconds)
 
 
 class _GuardedRecord(RecordWrapper):

@@ -9,11 +9,11 @@ next one that opens the tiers continues with the list.
 from __future__ import annotations
 
 import contextlib
-import queue
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -459,10 +459,6 @@ class FetchReader:
 _MAX_COPIES_WAITING = 8
 
 
-_Copy = tuple[ChunkKey, bytes, Sequence[b.Store]]
-"""A record on its way to slower tiers."""
-
-
 class TieredStore(b.Store, b.HasTiers):
     """Several stores as one.
 
@@ -509,11 +505,9 @@ class TieredStore(b.Store, b.HasTiers):
         if outbox_folder is not None:
             self.uploader = Uploader(self.tiers[-2], self.tiers[-1], outbox_folder, check)
         self._is_closed = False
-        self._copies: queue.Queue[_Copy | None] = queue.Queue(_MAX_COPIES_WAITING)
-        self._wanted: dict[ChunkKey, _Copy] = {}
+        self._copier = ThreadPoolExecutor(1, "kvrag-copy")
+        self._wanted: dict[ChunkKey, bytes] = {}
         self._copied_now: ChunkKey | None = None
-        self._copier = threading.Thread(target=self._copy_all, name="kvrag-copy", daemon=True)
-        self._copier.start()
 
     @property
     def url(self) -> str:
@@ -610,13 +604,13 @@ class TieredStore(b.Store, b.HasTiers):
 
     def close(self) -> None:
         """Upload as much as possible, and close all tiers; the rest stays listed."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._changing:
+            if self._is_closed:
+                return
+            self._is_closed = True
         if self.uploader is not None:
             self.uploader.close()
-        self._copies.put(None)
-        self._copier.join()
+        self._copier.shutdown()
         for tier in self.tiers:
             tier.close()
 
@@ -673,30 +667,27 @@ class TieredStore(b.Store, b.HasTiers):
             for tier in at_once:
                 with contextlib.suppress(StoreError):
                     tier.put(fetch.key, content)
-            if others:
-                # A copy is optional: if its tier cannot keep up, a later read copies the record.
-                with contextlib.suppress(queue.Full):
-                    copy = (fetch.key, content, others)
-                    self._copies.put_nowait(copy)
-                    self._wanted[fetch.key] = copy
+            # A copy is optional: if its tier cannot keep up, a later read copies the record.
+            is_full = self._is_closed or len(self._wanted) == _MAX_COPIES_WAITING
+            if others and not is_full:
+                self._wanted[fetch.key] = content
+                self._copier.submit(self._copy, fetch.key, content, others)
 
-    def _copy_all(self) -> None:
-        while (copy := self._copies.get()) is not None:
-            key, content, tiers = copy
+    def _copy(self, key: ChunkKey, content: bytes, tiers: Sequence[b.Store]) -> None:
+        with self._changing:
+            if self._wanted.get(key) is not content:
+                return  # deleted or replaced since
+            del self._wanted[key]
+            self._copied_now = key
+        try:
+            for tier in tiers:
+                # Whatever happens with this copy, the thread must serve the others.
+                with contextlib.suppress(Exception):
+                    tier.put(key, content)
+        finally:
             with self._changing:
-                if self._wanted.get(key) is not copy:
-                    continue  # deleted or replaced since
-                del self._wanted[key]
-                self._copied_now = key
-            try:
-                for tier in tiers:
-                    # Whatever happens with this copy, the thread must serve the others.
-                    with contextlib.suppress(Exception):
-                        tier.put(key, content)
-            finally:
-                with self._changing:
-                    self._copied_now = None
-                    self._changing.notify_all()
+                self._copied_now = None
+                self._changing.notify_all()
 
     # -- writing -----------------------------------------------------------------------------
 
