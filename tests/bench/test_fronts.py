@@ -25,10 +25,7 @@ def test_a_request_has_the_history_the_passages_and_the_question(name: str) -> N
     assert messages[-1]["content"].endswith("How much?")
     holder = messages[-1] if name == "Open WebUI" else messages[0]
     assert all(text in holder["content"] for _, text in PASSAGES)
-
-
-@pytest.mark.parametrize("name", list(FRONTS))
-def test_documents_are_cut_without_losing_words(name: str) -> None:
+    # Documents are cut without losing words.
     front, (document, *_) = FRONTS[name], read_handbook()[0]
     passages = list(cut(document.text, front))
     assert all(0 < len(one) <= front.size for one in passages)

@@ -7,8 +7,6 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 import kvrag
-from kvrag.chunk import Document
 from kvrag.cli.main import app
 from kvrag.engine import prices, prompt_reader
 from kvrag.engine.engine import KVEngine
@@ -26,8 +23,6 @@ from kvrag.errors import PromptTooLongError
 from kvrag.fusion.pricing import RowPrices
 from kvrag.fusion.slices import StoppedError
 from kvrag.fusion.staging import GROUP_LAYERS, EarlyRecords
-from kvrag.ingest.index import Index
-from kvrag.models.kv_model import KVModel
 from kvrag.models.rowgraphs import RowGraphs, groups_of
 from kvrag_bench import shapes
 from kvrag_bench.card import CARD, CardTensor, pretended_card, to_card
@@ -36,19 +31,11 @@ from kvrag_bench.setting import MEMORIES, temporary_index
 from kvrag_testing.bench_top import TEXTS
 from tests.models.test_compiled import model_of
 from tests.support.properties import few, in_turn
+from tests.support.rag import text_index
 from tests.support.waiting import wait_until
 
 _STREAMS = ("transform:2", "cachegen")
 PROMPT = "\n\n".join(TEXTS) + "\n\nWho keeps the ledger?"
-
-
-@contextmanager
-def indexed(folder: Path, model: KVModel, codec: str = "raw") -> Iterator[Index]:
-    """Yield an index of `TEXTS`."""
-    options = {"model": model, "embedding": "hashing", "codec": codec}
-    with Index.create(folder / "index", **options) as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
-        yield index
 
 
 def test_operations_copies_and_waits_are_counted() -> None:
@@ -89,7 +76,7 @@ def test_branches_for_a_card_fuse_as_the_cpu_does(
     policy: str, is_streamed: bool, tmp_path: Path
 ) -> None:
     model, codec = model_of("qwen2"), "stream" if is_streamed else "raw"
-    with indexed(tmp_path, model, codec) as index:
+    with text_index(tmp_path / "index", model, codec=codec) as index:
         engine = KVEngine(index, session_bytes=0)
         engine.fuse(PROMPT, policy=policy)  # makes the first chunk's record for its place
         expected = engine.fuse(PROMPT, policy=policy)
@@ -138,7 +125,7 @@ def test_records_are_opened_before_the_prompt_is_tokenised(
         begun.append(len(earlies[-1]._threads))
         return tokenise(*given)
 
-    with indexed(tmp_path, model) as index:
+    with text_index(tmp_path / "index", model) as index:
         KVEngine(index, session_bytes=0).fuse(PROMPT)  # makes the first chunk's record
         with pretended_card() as counts:
             to_card(model.hf, counts)
@@ -179,7 +166,7 @@ def test_nothing_is_copied_early_for_a_prompt_that_is_computed_as_a_whole(
     is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("qwen2")
-    with indexed(tmp_path, model) as index:
+    with text_index(tmp_path / "index", model) as index:
         KVEngine(index, session_bytes=0).fuse(PROMPT)  # makes the first chunk's record
         with pretended_card() as counts:
             to_card(model.hf, counts)
@@ -223,7 +210,7 @@ def test_a_prompt_takes_few_launches_a_layer(
 ) -> None:
     monkeypatch.setenv("KVRAG_CUDA_GRAPHS", graphs)
     # The first prompts are carried out by operations; what they lack is captured after them.
-    repeats = 1 if graphs == "off" else 3
+    repeats = 1 if graphs == "off" else 2
     row = count_launches("llama-3.1-8b", policy, num_chunks=3, chunk_tokens=60, repeats=repeats)
     assert row.launches_per_layer <= most
     assert row.num_waits <= 3
@@ -292,7 +279,7 @@ def test_loading_takes_launches_by_groups_of_layers_not_by_chunks(
 
 def test_chunks_in_memory_are_not_copied_or_not_read() -> None:
     cold, pinned, hot = (
-        count_launches("100m", "none", num_chunks=3, chunk_tokens=40, repeats=3, memory=memory)
+        count_launches("100m", "none", num_chunks=3, chunk_tokens=40, repeats=2, memory=memory)
         for memory in MEMORIES
     )
     assert hot.copies.get("loader", 0) == 0
@@ -359,7 +346,7 @@ def test_prompts_that_wait_at_the_same_time_go_through_layers_together(
             (f"{TEXTS[1]}\n\n{TEXTS[2]}\n\nHow?", "two_stage"),
         )
     ]
-    with indexed(tmp_path, model) as index:
+    with text_index(tmp_path / "index", model) as index:
         engine = KVEngine(index, session_bytes=0)
         engine.generate_batch(prompts)  # makes first places
         expected = [engine.generate(one) for one in prompts]

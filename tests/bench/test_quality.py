@@ -97,16 +97,23 @@ def test_a_broken_record_is_named(tmp_path: Path, records: Any, message: str) ->
         load_questions(write(tmp_path / "broken.json", records), 1)
 
 
-def test_files_that_are_no_data_set(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="no data set at"):
-        load_questions(str(tmp_path / "absent.json"))
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"input": "Who?", "context": "Ines.", "answers": ["Ines"]}\n{"input"')
-    with pytest.raises(ParameterError, match="line 2: not JSON"):
-        load_questions(str(broken))
-    broken.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ParameterError, match="UTF-8"):
-        load_questions(str(broken))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no data set at"),
+        (
+            b'{"input": "Who?", "context": "Ines.", "answers": ["Ines"]}\n{"input"',
+            "line 2: not JSON",
+        ),
+        (b"\xff\xfe\x00", "UTF-8"),
+    ],
+)
+def test_files_that_are_no_data_set(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "broken.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ParameterError, match=message):
+        load_questions(str(path))
 
 
 # -- nothing is computed for a request that cannot be met --------------------------------------
@@ -231,7 +238,11 @@ def test_a_policy_that_says_what_it_spends_is_judged_once(model: KVModel, musiqu
 def test_the_tiny_model_tells_reuse_from_full_prefill() -> None:
     rows = run_quality_bench(
         QualityOptions(
-            policies=("none", "deviation"), ratios=(1.0,), num_questions=40, controls=False
+            policies=("none", "deviation"),
+            ratios=(1.0,),
+            num_questions=30,
+            max_tokens=6,
+            controls=False,
         )
     )
     none, full = (row for row in rows if row.question_type == "overall")

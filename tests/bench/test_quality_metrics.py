@@ -26,12 +26,9 @@ def test_short_answers(
     assert metrics.substring_match(given, answers) == substring
 
 
-def test_strict_match_keeps_every_letter() -> None:
+def test_strict_match_keeps_every_letter_and_rouge_l_the_longest_common_subsequence() -> None:
     assert metrics.strict_match(" Paris\n", ["Paris"]) == 1
     assert metrics.strict_match("paris", ["Paris"]) == 0
-
-
-def test_rouge_l_is_the_longest_common_subsequence() -> None:
     # police killed gunman / police kill gunman: Lin (2004), without the articles
     assert metrics.rouge_l("police kill gunman", ["police killed gunman"]) == pytest.approx(2 / 3)
     assert metrics.rouge_l("gunman kill police", ["police killed gunman"]) == pytest.approx(1 / 3)

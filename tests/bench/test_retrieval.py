@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 
 from kvrag_bench.retrieval import RetrievalOptions, RetrievalRow, run_retrieval_bench
-from tests.cli.conftest import Run, run
-
-__all__ = ["run"]
 
 RECORDS = [
     {
@@ -56,11 +53,3 @@ def test_recall_is_counted(data: Path) -> None:
     assert (rows["sparse"].recall_4, rows["sparse"].recall_10, rows["sparse"].mrr) == (0.5,) * 3
     assert rows["dense"].recall_4 == rows["hybrid"].recall_4 == 1.0
     assert rows["hybrid"].mrr >= max(rows["dense"].mrr, rows["sparse"].mrr)
-
-
-def test_the_command_prints_a_table(run: Run, data: Path) -> None:
-    options = ("-m", "kvrag-tiny", "--embedding", "hashing", "--chunk-tokens", "64")
-    done = run("bench", "retrieval", "--data", data, *options)
-    assert [line.split()[:4] for line in done.out.splitlines()[1:]] == [
-        ["asked", "(2)", "64", way] for way in ("dense", "sparse", "hybrid")
-    ]

@@ -1,6 +1,5 @@
 """Suite ``retrieved``: what is asked of a folder, and prompts of what a search finds."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,7 @@ from kvrag_bench.quality import entrants, retrieved
 from kvrag_bench.quality.contest import run_quality_bench
 from kvrag_bench.quality.entrants import QualityOptions
 from kvrag_bench.quality.retrieved import Found, retrieve
-from tests.cli.conftest import Run, run
 from tests.support.models import make_model, make_tokenizer
-
-__all__ = ["run"]
 
 TOPICS = ("harbour ledger", "tall clock", "salt market", "glass bridge", "winter ferry")
 
@@ -248,9 +244,3 @@ def test_a_folder_without_headings(tmp_path: Path) -> None:
     (tmp_path / "page.txt").write_text("No heading.")
     with pytest.raises(ParameterError, match=r"nothing to ask, as none of its documents \(1\)"):
         read_corpus(str(tmp_path))
-
-
-def test_the_command(run: Run, pages: Path) -> None:
-    options = "--suite retrieved --top 2 --chunk-tokens 48 --questions 1 --policies none --json"
-    done = run("bench", "quality", "--data", pages, *options.split())
-    assert {row["question_type"] for row in json.loads(done.out)} == {"overall", "top 2"}

@@ -6,9 +6,6 @@ import pytest
 
 from kvrag.errors import ParameterError
 from kvrag_bench.words import WordsRow, run_words_bench
-from tests.cli.conftest import Run, run
-
-__all__ = ["run"]
 
 ENGLISH = """Ines keeps the harbour ledger of Varn in a green book.
 Tomas repairs the tall clock every spring.
@@ -44,10 +41,3 @@ def test_recall_is_counted(files: list[Path], tmp_path: Path) -> None:
         list(run_words_bench([tmp_path / "none.txt"]))
     with pytest.raises(ParameterError, match=r"short\.txt: expected lines of at least 20"):
         list(run_words_bench([tmp_path / "short.txt"]))
-
-
-def test_the_command_prints_a_table(run: Run, files: list[Path]) -> None:
-    done = run("bench", "words", *files)
-    assert done.code == 0, done.err
-    pieces = [line.split()[:3] for line in done.out.splitlines() if " piece " in line]
-    assert pieces == [["english", "piece", "(3)"], ["chinese", "piece", "(2)"]]
