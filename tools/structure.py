@@ -7,6 +7,7 @@ functions count like all others.
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ _SAYS = {
 }
 
 
+@functools.cache
 def module_graph() -> Graph:
     """Return which modules of all packages import which others of them."""
     files = {
