@@ -521,9 +521,11 @@ class Catalog(CatalogFile):
             if chunk is not None:
                 size = sum(len(value) for value in values if isinstance(value, str | bytes))
                 read[values[1]] = chunk, size
-        if sum(size for _, size in (*kept.values(), *read.values())) > _KEPT_BYTES:
+        num_bytes = sum(size for _, size in read.values())
+        if num_bytes + sum(size for _, size in kept.values()) > _KEPT_BYTES:
             kept.clear()
-        kept |= read
+        if num_bytes <= _KEPT_BYTES:
+            kept |= read
         return found
 
     def _kept_chunks(self) -> dict[str, tuple[Chunk, int]]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,19 +106,19 @@ class OnDemand:
         IndexFormatError
             When the catalog is damaged.
         """
-        catalog = self._storage.catalog
         chunk_ids: list[str] = []
-        catalog.texts.each_text(lambda chunk_id, _: chunk_ids.append(chunk_id))
+        self._storage.catalog.texts.each_text(lambda chunk_id, _: chunk_ids.append(chunk_id))
         num_made = 0
         for num_done, chunk_id in enumerate(chunk_ids, start=1):
-            for chunk in catalog.chunks([chunk_id]):
-                num_made += bool(self._make_missing(chunk))
+            num_made += self.make(chunk_id, lambda: None) > 0
             if on_progress is not None:
                 on_progress(num_done, len(chunk_ids))
         return num_made
 
     def make(self, chunk_id: str, check: Callable[[], None]) -> int:
-        """Make and store a chunk's optional record if the store lacks it; return its bytes.
+        """Make and store the record of a chunk alone if the store lacks it; return its bytes.
+
+        It is optional, or the only one: what the chunk was encoded after was deleted.
 
         Parameters
         ----------
@@ -130,8 +131,13 @@ class OnDemand:
             As `make_all` does.
         """
         check()
-        chunks = self._storage.catalog.chunks([chunk_id])
-        return sum(self._make_missing(chunk, check) for chunk in chunks)
+        storage, num_bytes = self._storage, 0
+        chunks = storage.catalog.chunks([chunk_id] * storage.config.chunk_context.is_shared)
+        for alone in chain.from_iterable(chunk.encodings() for chunk in chunks):
+            key = storage.config.key_of(alone)
+            if not alone.contexts[0] and not storage.store.contains(key):
+                num_bytes += self._store(key, alone, self._encoders.prefill(alone, check))
+        return num_bytes
 
     def flush(self) -> None:
         """Wait until everything that was made is stored."""
@@ -143,19 +149,6 @@ class OnDemand:
         self._thread.shutdown()
 
     # -- private -----------------------------------------------------------------------------
-
-    def _make_missing(self, chunk: Chunk, check: Callable[[], None] | None = None) -> int:
-        """Make the record of a chunk alone if the store lacks it; return its bytes.
-
-        It is optional, or the only one: what the chunk was encoded after was deleted.
-        """
-        config, num_bytes = self._storage.config, 0
-        for alone in chunk.encodings() if config.chunk_context.is_shared else ():
-            key = config.key_of(alone)
-            if not alone.contexts[0] and not self._storage.store.contains(key):
-                more = () if check is None else (check,)
-                num_bytes += self._store(key, alone, self._encoders.prefill(alone, *more))
-        return num_bytes
 
     def _make(self, alone: Chunk, open_kv: OpenKV) -> EncodedChunk | None:
         key = self._storage.config.key_of(alone)

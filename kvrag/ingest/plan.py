@@ -182,6 +182,10 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
     documents: dict[str, Document] = {}
     failed: list[FailedDocument] = []
     unlisted: list[str] = []
+
+    def refuse(place: str, reason: str) -> None:
+        failed.append(FailedDocument(f.printable(place), reason))
+
     for number, value in enumerate(_flatten(given), 1):
         if not isinstance(value, str | Path):
             reasons: list[str] = []
@@ -198,30 +202,27 @@ def gather(given: Any, index_folder: Path, suffixes: Collection[str]) -> Sources
             failed.extend(FailedDocument(shown, reason) for reason in reasons)
             continue
         path, status = f.resolve_path(value)
-        is_folder = stat.S_ISDIR(status.st_mode)
+        found = [str(path)]
         try:
             f.check_source(str(path))
-            if not is_folder:
+            if not stat.S_ISDIR(status.st_mode):
                 f.check_regular(str(path), status.st_mode)
         except DocumentError as error:
-            failed.append(FailedDocument(f.printable(str(path)), str(error)))
+            refuse(str(path), str(error))
             continue
-        found = [str(path)]
-        if is_folder:
+        if stat.S_ISDIR(status.st_mode):
             folders.append(str(path))
             inside = f.find_files(path, index_folder, suffixes)
             found = inside.files
             unlisted.extend(inside.unlisted)
-            failed.extend(
-                FailedDocument(f.printable(place), f"{f.printable(place)}: {reason}")
-                for place, reason in inside.unlisted.items()
-            )
+            for place, reason in inside.unlisted.items():
+                refuse(place, f"{f.printable(place)}: {reason}")
         for name in found:
             try:
                 f.check_source(name)
                 files[name] = None
             except DocumentError as error:
-                failed.append(FailedDocument(f.printable(name), str(error)))
+                refuse(name, str(error))
     return Sources(list(files), folders, documents, failed, unlisted)
 
 

@@ -191,19 +191,6 @@ def test_a_profile_serves_its_model_and_codec_alone(make_index: MakeIndex, tmp_p
     assert other.config.codec == index.config.codec == "raw"
 
 
-@pytest.mark.parametrize("codec", ["zip", "transform:x", "cachegen:9"])
-def test_codecs_there_are_none_of(codec: str, make_index: MakeIndex) -> None:
-    index = make_index()
-    for call in (
-        lambda: index.upkeep.recode(codec),
-        lambda: index.upkeep.fit_profile(codec),
-        lambda: make_index("new", codec=codec),
-    ):
-        with pytest.raises(ParameterError, match="codec"):
-            call()
-    assert not (index.path.parent / "new").exists()
-
-
 def test_too_little_to_fit_to_is_stored_raw(make_index: MakeIndex) -> None:
     index = make_index(codec="cachegen:2")
     short = Document("short", "The keeper of the light.")

@@ -84,15 +84,6 @@ def test_a_chunk_is_encoded_behind_what_its_document_says_before_it(
     assert index.stats().context_tokens == limit
 
 
-@pytest.mark.parametrize("context", ["document", "neighbours", "filler:40"])
-def test_the_order_of_indexing_changes_no_byte(make_index: MakeIndex, context: str) -> None:
-    one, other = make_index("one", context=context), make_index("other", context=context)
-    one.add([SAGA, OTHER, Document("more", PARTS[2])])
-    for document in (Document("more", PARTS[2]), OTHER, SAGA):
-        other.add(document)
-    assert stored_bytes(one) == stored_bytes(other)
-
-
 @pytest.mark.parametrize("context", ["document", "neighbours"])
 def test_a_chunk_whose_earlier_text_changed_is_encoded_anew(
     make_index: MakeIndex, context: str

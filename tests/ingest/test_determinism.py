@@ -1,6 +1,7 @@
 """Contract 1: the order in which chunks are indexed never changes stored bytes."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -21,28 +22,41 @@ def documents(seed: int) -> list[Document]:
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize(
+    ("family", "context", "chunk_tokens"),
+    [
+        ("llama", "none", 128),
+        ("mistral-sliding", "document", 32),
+        ("llama", "neighbours", 32),
+        ("llama", "filler:40", 128),
+    ],
+)
 def test_order_and_grouping_never_change_stored_bytes(
-    make_index: MakeIndex, family: str, monkeypatch: pytest.MonkeyPatch
+    make_index: MakeIndex,
+    family: str,
+    context: str,
+    chunk_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    settings: dict[str, Any] = {"context": context, "chunk_tokens": chunk_tokens}
     model = KVModel.load(make_model(family, num_hidden_layers=2), tokenizer=make_tokenizer())
     given = documents(1)
-    at_once = make_index("at-once", model=model, chunk_tokens=128)
+    at_once = make_index("at-once", model=model, **settings)
     at_once.add(given)
     expected = stored_bytes(at_once)
     assert len(expected) >= len(given)
 
-    shuffled = make_index("shuffled", model=model, chunk_tokens=128)
+    shuffled = make_index("shuffled", model=model, **settings)
     shuffled.add(random.Random(2).sample(given, len(given)))
     assert stored_bytes(shuffled) == expected
 
-    one_by_one = make_index("one-by-one", model=model, chunk_tokens=128)
+    one_by_one = make_index("one-by-one", model=model, **settings)
     for document in reversed(given):
         one_by_one.add(document)
     assert stored_bytes(one_by_one) == expected
 
     monkeypatch.setattr("kvrag.ingest.stages.COMMIT_TOKENS", 100)
-    windows = make_index("windows", model=model, chunk_tokens=128)
+    windows = make_index("windows", model=model, **settings)
     windows.add([given[3:], given[:6]])
     assert stored_bytes(windows) == expected
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from kvrag.chunk import Document
 from kvrag.errors import DocumentError, IndexMismatchError, ParameterError
 from kvrag.fusion.segments import ChunkMatcher
 from kvrag.ingest.index import Index
+from kvrag.ingest.limits import ParseLimits
+from kvrag.ingest.ray.driver import RayOptions
 from kvrag.ingest.report import IngestProgress
+from kvrag.ingest.settings import IndexSettings
 from kvrag.models.kv_model import KVModel
+from kvrag.optiontable import options_of, text_of
 from tests.ingest.conftest import MakeIndex
-from tests.ingest.test_embedding import FromElsewhere
+from tests.ingest.test_embedding import Sided
 
 
 def names(sources: tuple[str, ...]) -> set[str]:
@@ -319,15 +324,15 @@ def test_the_device_reaches_the_model(
 def test_an_embedding_object_is_asked_for_again(
     make_index: MakeIndex, docs: Path, model: KVModel
 ) -> None:
-    index = make_index(embedding=FromElsewhere())
+    index = make_index(embedding=Sided())
     index.add(docs)
-    with Index.open(index.path, model=model, embedding=FromElsewhere()) as opened:
+    with Index.open(index.path, model=model, embedding=Sided()) as opened:
         assert opened.search("x", 3) == index.search("x", 3)
     with Index.open(index.path, model=model) as opened:
         with pytest.raises(IndexMismatchError, match="cannot be found by name: pass it"):
             opened.search("x")
-        with pytest.raises(IndexMismatchError, match="vectors of 3 dimensions"):
-            opened.search_by_vector([1.0, 0.0])
+        with pytest.raises(IndexMismatchError, match="vectors of 2 dimensions"):
+            opened.search_by_vector([1.0, 0.0, 0.0])
     with pytest.raises(IndexMismatchError, match="'hashing-2' of 1024"):
         Index.open(index.path, embedding="hashing")
 
@@ -345,3 +350,21 @@ def test_a_missing_path_stops_before_any_work(index: Index, docs: Path) -> None:
     with pytest.raises(DocumentError, match=r"absent\.txt: there is no such file or folder"):
         index.add([docs, docs / "absent.txt"])
     assert index.stats().num_documents == 0
+
+
+# -- what callers choose ---------------------------------------------------------------------------
+
+
+def test_every_option_says_what_it_does() -> None:
+    for options in (IndexSettings, ParseLimits, RayOptions):
+        names = [one.name for one, _ in options_of(options)]
+        assert names == [one.name for one in fields(options)]
+        for name in names:
+            assert f"    {name}\n        {text_of(options, name)[:20]}" in str(options.__doc__)
+
+
+def test_an_unknown_option_makes_nothing(tmp_path: Path, model: KVModel) -> None:
+    options: Any = {"chunk_token": 64}
+    with pytest.raises(TypeError, match="'chunk_token'"):
+        Index.create(tmp_path / "index", model=model, **options)
+    assert not (tmp_path / "index").exists()

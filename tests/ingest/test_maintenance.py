@@ -1,4 +1,4 @@
-"""verify, repair and gc."""
+"""verify, repair, gc, and moves to another store: nothing lost, nothing damaged taken along."""
 
 import os
 import time
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.chunk import Document
-from kvrag.errors import RecordError
+from kvrag.chunk import ChunkKey, Document
+from kvrag.errors import ParameterError, RecordError, StoreError
 from kvrag.ingest.index import Index
+from kvrag.store.file import FileStore
 from tests.ingest.conftest import stored_bytes
 
 
@@ -90,3 +91,143 @@ def test_gc_removes_what_nobody_needs_and_nothing_else(index: Index, docs: Path)
     assert stored_bytes(index) == good
     again = index.upkeep.gc()
     assert (again.num_records, again.size_bytes, again.num_temporary_files) == (0, 0, 0)
+
+
+# -- moves to another store ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(index: Index, docs: Path) -> Index:
+    index.add([docs])
+    return index
+
+
+def test_records_go_to_another_folder_and_back(filled: Index, tmp_path: Path) -> None:
+    before = stored_bytes(filled)
+    seen: list[tuple[int, int]] = []
+    report = filled.upkeep.move(
+        f"file:{tmp_path / 'elsewhere'}", on_progress=lambda *progress: seen.append(progress)
+    )
+    assert report.num_records == len(before) == report.num_removed
+    assert report.size_bytes == sum(map(len, before.values()))
+    assert seen == [(number, len(before)) for number in range(len(before))]
+    assert stored_bytes(filled) == before
+    assert list(FileStore(filled.path / "kv").keys()) == []
+    assert list((filled.path / "kv").rglob("*.kv")) == []
+    assert filled.config.store
+
+    again = Index.open(filled.path, model=filled.model)
+    assert again.store.url == f"file:{tmp_path / 'elsewhere'}"
+    assert again.upkeep.verify().ok
+    back = again.upkeep.move(f"file:{filled.path / 'kv'}")
+    assert back.num_records == len(before)
+    assert back.num_removed == 0  # others may need what is elsewhere
+    assert not again.config.store
+    assert stored_bytes(again) == before
+    again.close()
+
+
+def test_what_is_damaged_or_gone_stays_behind_and_is_told(filled: Index, tmp_path: Path) -> None:
+    first, second, *_ = sorted(filled.store.keys())
+    filled.store.replace(first, b"x" * 500)
+    filled.store.delete(second)
+    report = filled.upkeep.move(f"file:{tmp_path / 'elsewhere'}")
+    assert report.num_lost == 2
+    assert not filled.store.contains(first)
+    assert filled.upkeep.verify(repair=True).num_repaired == 2
+
+
+def test_a_move_that_was_broken_off_is_completed(
+    filled: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = stored_bytes(filled)
+    put, left = FileStore.put, [1]
+
+    def fail(store: FileStore, key: ChunkKey, record: bytes) -> None:
+        if not left:
+            raise StoreError("the disk is full")
+        left.pop()
+        put(store, key, record)
+
+    url = f"file:{tmp_path / 'elsewhere'}"
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put", fail)
+        with pytest.raises(StoreError, match="full"):
+            filled.upkeep.move(url)
+    assert not filled.config.store
+    assert stored_bytes(filled) == before
+    report = filled.upkeep.move(url)
+    assert (report.num_present, report.num_records) == (1, len(before) - 1)
+    assert stored_bytes(filled) == before
+
+
+def test_a_store_that_cannot_be_used(filled: Index, tmp_path: Path) -> None:
+    before = stored_bytes(filled)
+    with pytest.raises(ParameterError, match="holds no chunk"):
+        filled.upkeep.move(f"file:{tmp_path / 'small'}?limit=100")
+    with pytest.raises(ParameterError, match="a store is"):
+        filled.upkeep.move("nowhere")
+    for url in ("memory:", f"tiered:file:{tmp_path / 'disk'}|memory:?limit=1GB"):
+        with pytest.raises(ParameterError, match="gone when the process ends"):
+            filled.upkeep.move(url)
+    assert stored_bytes(filled) == before
+    assert Index.open(filled.path, model=filled.model).store.url == f"file:{filled.path / 'kv'}"
+
+
+@pytest.mark.parametrize("way", ["link", "tiers"])
+def test_the_same_folder_by_another_name_loses_nothing(
+    filled: Index, tmp_path: Path, way: str
+) -> None:
+    before = stored_bytes(filled)
+    own = filled.path / "kv"
+    link = tmp_path / "link"
+    link.symlink_to(own)
+    url = {"link": f"file:{link}", "tiers": f"tiered:memory:|file:{own}"}
+    report = filled.upkeep.move(url[way])
+    assert report.num_present == len(before)
+    assert report.num_removed == 0
+    assert stored_bytes(filled) == before
+    assert set(stored_bytes_of(own)) == set(before)
+    filled.close()
+
+
+def stored_bytes_of(folder: Path) -> list[str]:
+    return [key.digest for key in FileStore(folder).keys()]  # noqa: SIM118 (a store is no mapping)
+
+
+def test_what_is_there_already_but_damaged_is_written_anew(filled: Index, tmp_path: Path) -> None:
+    before = stored_bytes(filled)
+    target = FileStore(tmp_path / "elsewhere")
+    first, second, *_ = sorted(filled.store.keys())
+    target.put(first, b"x" * 500)
+    target.put(second, before[second.digest])
+    target.close()
+    report = filled.upkeep.move(f"file:{tmp_path / 'elsewhere'}")
+    assert (report.num_present, report.num_lost) == (1, 0)
+    assert report.num_records == len(before) - 1
+    assert stored_bytes(filled) == before
+
+
+def test_a_move_killed_while_it_removed_is_completed(
+    filled: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = stored_bytes(filled)
+    url = f"file:{tmp_path / 'elsewhere'}"
+    delete = FileStore.delete
+
+    def killed(store: FileStore, key: ChunkKey) -> bool:
+        if key.digest in before:
+            raise KeyboardInterrupt
+        return delete(store, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            filled.upkeep.move(url)
+    again = Index.open(filled.path, model=filled.model)
+    assert again.store.url == url
+    report = again.upkeep.move(url)
+    assert report.num_removed == len(before) == report.num_present
+    assert stored_bytes_of(filled.path / "kv") == []
+    assert stored_bytes(again) == before
+    again.close()
