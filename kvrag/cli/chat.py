@@ -167,17 +167,15 @@ class _Chat:
             ratio = options.get("ratio", defaults.ratio)
             console.note(f"policy {policy}, ratio {'its own' if ratio is None else ratio}")
             return
-        try:
-            ratio = float(given)
-        except ValueError:
-            ratio = -1.0
-        if not 0.0 <= ratio <= 1.0:
-            fail(f"/ratio {shown(given)}: expected a share between 0 and 1, such as /ratio 0.3")
-        elif not takes_ratio(policy):
-            fail(f"/ratio {given}: policy {policy} takes none; start with another --policy")
-        else:
-            options["ratio"] = ratio
-            console.note(f"ratio {ratio}; what was repaired otherwise is not taken")
+        with suppress(ValueError):
+            if 0.0 <= (ratio := float(given)) <= 1.0:
+                if not takes_ratio(policy):
+                    fail(f"/ratio {given}: policy {policy} takes none; start with another --policy")
+                    return
+                options["ratio"] = ratio
+                console.note(f"ratio {ratio}; what was repaired otherwise is not taken")
+                return
+        fail(f"/ratio {shown(given)}: expected a share between 0 and 1, such as /ratio 0.3")
 
     # -- questions ---------------------------------------------------------------------------
 

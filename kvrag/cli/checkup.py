@@ -70,7 +70,7 @@ class Finding:
 
 
 def doctor(
-    index: o.OtherIndexOption = None,
+    index: o.IndexOption = None,
     model: Annotated[str | None, typer.Option("--model", "-m")] = None,
     store: o.StoreSetting = None,
     as_json: o.JsonOption = False,

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvrag.weights.named import NamedModel
 
 
+_ABSENT = "not installed"
+
+
 def list_models(
     check: Annotated[bool, typer.Option("--check")] = False,
     as_json: o.JsonOption = False,
@@ -215,12 +218,9 @@ def _named_row(model: NamedModel, made: list[ConvertedModel]) -> dict[str, objec
 def _print(made: list[ConvertedModel]) -> None:
     from kvrag.weights.named import NAMED_MODELS
 
-    rows, absent = [], []
+    rows = []
     for model in NAMED_MODELS:
         is_converted = any(one.name == model.name for one in made)
-        if not (is_converted or model.is_installed):
-            absent.append(model)
-        state = "ready" if is_converted else "installed" if model.is_installed else "not installed"
         rows.append(
             (
                 model.name,
@@ -228,13 +228,13 @@ def _print(made: list[ConvertedModel]) -> None:
                 f"{model.num_parameters / 1e6:,.0f}M",
                 f"{model.context_tokens:,}",
                 model.license,
-                state,
+                "ready" if is_converted else "installed" if model.is_installed else _ABSENT,
             )
         )
     names = ("model", "kind", "weights", "context", "license", "state")
     console.print_table(dict.fromkeys(names, "folded"), rows)
-    if absent:
-        console.note(f"to install one: kvrag models pull {absent[0].name}")
+    if absent := [name for name, *_, state in rows if state == _ABSENT]:
+        console.note(f"to install one: kvrag models pull {absent[0]}")
     if made:
         console.write("\n")
         console.print_table(

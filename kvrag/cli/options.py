@@ -51,14 +51,22 @@ def _folder(text: str | Path) -> Path | str:
     return str(text) if arguments.is_url(text) else Path(text)
 
 
+@contextmanager
+def _refusing(after: str = "") -> Iterator[None]:
+    """Say of an option what a check says, and what is expected."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        hint = "" if isinstance(error, ParameterError) or not after else "not JSON: "
+        raise typer.BadParameter(f"{hint}{error}{after}") from error
+
+
 def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
     """Return a parser of an option that a function checks, by a ValueError."""
 
     def parse(text: str) -> str:
-        try:
+        with _refusing():
             check(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
         return text
 
     return parse
@@ -76,14 +84,9 @@ def above_zero(text: str | float, most: float | None = None) -> float:
 def _filter(text: str) -> dict[str, Any]:
     from kvrag.ingest.filters import read_filter
 
-    try:
+    with _refusing('; expected a filter such as \'{"year": {"$gte": 2020}}\''):
         found: dict[str, Any] = json.loads(text)
         read_filter(found)
-    except (ValueError, RecursionError) as error:
-        hint = "" if isinstance(error, ParameterError) else "not JSON: "
-        raise typer.BadParameter(
-            f'{hint}{error}; expected a filter such as \'{{"year": {{"$gte": 2020}}}}\''
-        ) from error
     return found
 
 
@@ -108,10 +111,6 @@ IndexOption = Annotated[
         help="Folder of the index, or the URL of a shared one, such as s3://BUCKET/INDEX.",
     ),
 ]
-OtherIndexOption = Annotated[
-    Any,  # Path | str | None
-    typer.Option("--index", "-i", metavar="DIR", parser=_folder, help="Folder of an index."),
-]
 ModelOption = Annotated[
     str | None,
     setting(
@@ -133,13 +132,6 @@ ComputeOption = Annotated[
         metavar="|".join(COMPUTES),
         help="What the model's linear layers compute in on the CPU, for prompts; auto measures and "
         "takes the fastest. Default: the type of its weights.",
-    ),
-]
-CodecOption = Annotated[
-    str,
-    typer.Option(
-        help="How KV is stored: raw, raw-heads, lossless, packed, cachegen:1 to cachegen:4, "
-        "transform:BITS or stream:BITS, where BITS is any number of bits per element."
     ),
 ]
 ProfileOption = Annotated[
@@ -176,10 +168,8 @@ def _memory(text: str | int) -> int:
 
     if str(text).strip() == "0":
         return 0
-    try:
+    with _refusing():
         return parse_bytes(str(text))
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}; 0 keeps nothing") from error
 
 
 # -- options of answers, from the table -------------------------------------------------------

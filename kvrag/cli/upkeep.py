@@ -176,10 +176,12 @@ def _print_verified(report: VerifyReport) -> None:
     for text in report.not_healed:
         console.write(f"lost: {console.one_line(text)}\n")
     if report.ok:
-        repaired = f", {report.num_repaired:,} records computed again" if report.problems else ""
-        mended = ", the catalog repaired" if report.catalog_problems else ""
-        kept = ", the list of records repaired" if report.store_problems else ""
-        console.write(f"sound{repaired}{mended}{kept}\n")
+        mended = {
+            f", {report.num_repaired:,} records computed again": report.problems,
+            ", the catalog repaired": report.catalog_problems,
+            ", the list of records repaired": report.store_problems,
+        }
+        console.write("".join(["sound", *(text for text, of in mended.items() if of), "\n"]))
         if report.num_later:
             console.write(
                 f"after a deletion, {console.count(report.num_later, 'record')} to be made again: "
@@ -196,7 +198,7 @@ def _print_verified(report: VerifyReport) -> None:
 
 
 def recode(
-    codec: o.CodecOption,
+    codec: Annotated[str, typer.Option()],
     opening: o.Opening,
     profile: o.ProfileOption = None,
     as_json: o.JsonOption = False,
@@ -205,6 +207,12 @@ def recode(
 
     KV that is stored exactly (raw, raw-heads, lossless) is read from the store; the model
     computes KV that is stored with loss again. If a run is killed, the next one completes it.
+
+    Parameters
+    ----------
+    codec
+        How KV is stored: raw, raw-heads, lossless, packed, cachegen:1 to cachegen:4, transform:BITS
+        or stream:BITS, where BITS is any number of bits per element.
     """
     from kvrag.ingest.profiles import read_profile
 

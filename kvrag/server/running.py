@@ -10,7 +10,8 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -67,46 +68,35 @@ class Connections:
     def __init__(self, most: int) -> None:
         self._most = most
         self._most_of_address = max(1, 3 * most // 4)
-        # By address; those that wait are in the order in which they began to.
-        self._open: dict[str, dict[Connection, None]] = {}
-        self._num_open = 0
+        # Those that wait are in the order in which they began to.
+        self._open: dict[Connection, None] = {}
 
-    def enter(self, connection: Connection) -> None:
+    def enter(self, new: Connection) -> None:
         """Admit a new connection; another one, or else this one, is closed if it is too many."""
-        own = self._open.setdefault(connection.address, {})
-        is_too_many = len(own) >= self._most_of_address
-        if is_too_many or self._num_open >= self._most:
-            groups = [own] if is_too_many else sorted(self._open.values(), key=len, reverse=True)
-            self._make_room(groups, connection)
-        own = self._open.setdefault(connection.address, {})
-        own[connection] = None
-        self._num_open += 1
+        numbers = Counter(one.address for one in self._open)
+        is_too_many = numbers[new.address] >= self._most_of_address
+        if is_too_many or len(self._open) >= self._most:
+            waiting = [one for one in self._open if one.waits_for_client]
+            if is_too_many:
+                waiting = [one for one in waiting if one.address == new.address]
+            if waiting:
+                oldest = max(waiting, key=lambda one: numbers[one.address])  # the first of equals
+                self.leave(oldest)
+                oldest.transport.abort()
+            else:
+                new.transport.write(_BUSY)
+                new.transport.close()
+        self._open[new] = None
 
     def waits(self, connection: Connection) -> None:
         """Note that a connection begins to wait for its client."""
-        own = self._open.get(connection.address, {})
-        if connection in own:
-            del own[connection]
-            own[connection] = None
+        if connection in self._open:
+            self.leave(connection)
+            self._open[connection] = None
 
     def leave(self, connection: Connection) -> None:
         """Forget a connection."""
-        own = self._open.get(connection.address, {})
-        if connection in own:
-            del own[connection]
-            self._num_open -= 1
-            if not own:
-                del self._open[connection.address]
-
-    def _make_room(self, groups: Iterable[Iterable[Connection]], newcomer: Connection) -> None:
-        for group in groups:
-            for connection in group:
-                if connection.waits_for_client:
-                    self.leave(connection)
-                    connection.transport.abort()
-                    return
-        newcomer.transport.write(_BUSY)
-        newcomer.transport.close()
+        self._open.pop(connection, None)
 
 
 class Connection(H11Protocol):

@@ -95,16 +95,14 @@ def _efforts(engine: KVEngine, num_stored: int) -> list[r.Effort]:
         ways += [policy | {"ratio": one} for one in _SHARES if one > least]
         if not is_none:
             ways.insert(0, {"policy": NonePolicy.name})
-    full = engine.expected_seconds(Request(""), 0, num_stored + _OWN_TOKENS)
-    return [
-        *(_effort(engine, way, num_stored) for way in ways),
-        r.Effort(options={"reuse": False}, seconds=full),
+    seconds = [
+        *(engine.expected_seconds(Request("", **way), num_stored, _OWN_TOKENS) for way in ways),
+        engine.expected_seconds(Request(""), 0, num_stored + _OWN_TOKENS),
     ]
-
-
-def _effort(engine: KVEngine, way: dict[str, Any], num_stored: int) -> r.Effort:
-    seconds = engine.expected_seconds(Request("", **way), num_stored, _OWN_TOKENS)
-    return r.Effort(options=way, seconds=seconds)
+    return [
+        r.Effort(options=way, seconds=spent)
+        for way, spent in zip([*ways, {"reuse": False}], seconds, strict=True)
+    ]
 
 
 def _examples(index: Index) -> list[str]:
@@ -302,7 +300,7 @@ class Service:
         self.require(asked.model, self.names.model)
         _refuse_retrieving(asked)
         tokenizer = self.index.tokenizer
-        prompts = await self.in_thread(lambda: prompts_of(tokenizer, asked.prompts))
+        prompts = await self.in_thread(lambda: texts_of(tokenizer, asked.prompts, "prompt"))
         options = _options(asked, http)
         requests = [Request(prompt, **options) for prompt in prompts]
         shape = (make_shape or partial(TextShape, asked))(tokenizer, self._fingerprint)
@@ -325,7 +323,7 @@ class Service:
                 param="dimensions",
             )
         tokenizer = embedding.tokenizer or self.index.tokenizer
-        texts = await self._batches.run(http, lambda: inputs_of(tokenizer, asked.inputs))
+        texts = await self._batches.run(http, lambda: texts_of(tokenizer, asked.inputs, "input"))
         _check_texts(texts, "input")
         num_tokens = await self._charge(texts, asked.user, http)
         written, embed = write or partial(_embedding_list, asked), embedding.embed_whole
@@ -532,33 +530,27 @@ def _refuse_retrieving(asked: q.Generating) -> None:
             )
 
 
-def prompts_of(tokenizer: Any, given: Sequence[str | list[int]]) -> list[str]:
-    """Return prompts as texts, without the token that the tokenizer puts first by itself."""
-    first = tokenizer.bos_token_id
+def texts_of(tokenizer: Any, given: Sequence[str | list[int]], param: str) -> list[str]:
+    """Return texts or token ids as texts: prompts, or inputs without special tokens.
+
+    A prompt's text lacks the token that the tokenizer puts first by itself.
+    """
+    is_input = param == "input"
+    first = None if is_input else tokenizer.bos_token_id
     is_added = first is not None and encode(tokenizer, [""], True)[0].token_ids[:1] == (first,)
-    ids = [
-        one[1:] if is_added and not isinstance(one, str) and one[0] == first else one
-        for one in given
-    ]
-    return [_text(tokenizer, one, "prompt", skips_special=False) for one in ids]
-
-
-def inputs_of(tokenizer: Any, given: Sequence[str | list[int]]) -> list[str]:
-    """Return texts to embed as texts, without special tokens."""
-    return [_text(tokenizer, one, "input", skips_special=True) for one in given]
-
-
-def _text(tokenizer: Any, one: str | list[int], param: str, *, skips_special: bool) -> str:
-    if isinstance(one, str):
-        return one
-    if max(one, default=0) >= len(tokenizer):
-        raise RequestError(
-            400,
-            f"{param}: there is no token {max(one)}: this model's tokenizer has "
-            f"{len(tokenizer):,}; send token ids of that tokenizer, or texts",
-            param=param,
-        )
-    text = tokenizer.decode(
-        one, skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
-    )
-    return str(text)
+    texts = []
+    for one in given:
+        if isinstance(one, str):
+            texts.append(one)
+            continue
+        if max(one) >= len(tokenizer):
+            raise RequestError(
+                400,
+                f"{param}: there is no token {max(one)}: this model's tokenizer has "
+                f"{len(tokenizer):,}; send token ids of that tokenizer, or texts",
+                param=param,
+            )
+        ids = one[1:] if is_added and one[0] == first else one
+        options = {"skip_special_tokens": is_input, "clean_up_tokenization_spaces": False}
+        texts.append(str(tokenizer.decode(ids, **options)))
+    return texts

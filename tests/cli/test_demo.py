@@ -33,16 +33,8 @@ def questions(tmp_path: Path) -> Path:
 
 
 def test_json(run: Run, documents: Path, questions: Path, model_folder: Path) -> None:
-    done = run(
-        "demo",
-        "--documents",
-        documents,
-        "--questions",
-        questions,
-        "--model",
-        model_folder,
-        "--json",
-    )
+    given = ("--documents", documents, "--questions", questions, "--model", model_folder)
+    done = run("demo", *given, "--json")
     assert done.out.startswith("{")
     first, second = done.json["questions"]
     assert first["plain"]["prompt_tokens"] == first["kvrag"]["usage"]["prompt_tokens"]

@@ -28,18 +28,8 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tested")
 def test_what_it_would_start(run: Run, index_path: Path) -> None:
     ran = run(
-        *(
-            "serve",
-            "--engine",
-            "vllm",
-            "-i",
-            index_path,
-            "--policy",
-            "boundary",
-            "--boundary-tokens",
-            "4",
-            "--show",
-        ),
+        *("serve", "--engine", "vllm", "-i", index_path, "--show"),
+        *("--policy", "boundary", "--boundary-tokens", "4"),
         *("--only-asked", "--port", 81, "--max-model-len", 512, "--enforce-eager"),
     )
     command = shlex.split(ran.out)

@@ -100,14 +100,12 @@ def test_a_full_queue_refuses(rag: Rag) -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "status", "code"),
     [
-        (b"", "application/json", 400, "invalid_value"),
         (b"{", "application/json", 400, "invalid_json"),
         (b"\xff\xfe", "application/json", 400, "invalid_json"),
         (b"[" * 100_000, "application/json", 400, "invalid_json"),
         (b'{"model": "\xe9"}', "application/json", 400, "invalid_json"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", 400, "invalid_json"),
         (b'{"model": "model", "messages": "x"}', "application/json", 400, "invalid_value"),
-        (b'{"model": NaN}', "application/json", 400, "invalid_value"),
         (b'{"model": "\\ud800"}', "application/json", 400, "invalid_value"),
         (json.dumps(CHAT).encode(), "text/plain", 400, "invalid_json"),
         (json.dumps(CHAT).encode(), "application/x-www-form-urlencoded", 400, "invalid_json"),
@@ -133,8 +131,6 @@ def test_wrong_bodies(
     [  # made when they are asked for: they are large
         lambda: {f"x{number}": 1 for number in range(300_000)},
         lambda: {"x" * 3_000_000: 1},
-        lambda: {"x" * 1000: 1},
-        lambda: {"messages": [1] * 1_000_000},
         lambda: {"messages": [{"role": "user", "content": [1] * 1_000_000}]},
         lambda: {"messages": [{f"x{number}": 1 for number in range(300_000)}]},
         lambda: {"stop": [1] * 1_000_000},
@@ -185,14 +181,11 @@ def test_wrong_routes(served: Served, path: str, method: str, status: int) -> No
 def test_another_host_is_refused_without_keys(served: Served) -> None:
     for host, status in (
         ("evil.example", 403),
-        ("localhost:1", 200),
         ("[::1]:80", 200),
         ("localhost:80@evil.example", 400),
         ("localhost:", 200),
-        ("localhost:80:80", 400),
         ("localhost/evil.example", 400),
         ("user@localhost", 400),
-        ("[::1", 400),
         ("[::1]x", 400),
         ("", 403),
     ):
@@ -211,17 +204,14 @@ SCHEMES = [b"http://evil.example", b"http://localhost@evil.example", b"//", b"ht
         (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: evil.example", 400),
         (b"GET /healthz HTTP/1.1\r\nHost: local\0host", 400),
         (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \0", 400),
-        (b"GET /v1/models/%00 HTTP/1.1\r\nHost: localhost", 404),
         (b"GET /page/%00 HTTP/1.1\r\nHost: localhost", 404),
         (b"GET /page/..%2f..%2fgate.py HTTP/1.1\r\nHost: localhost", 404),
-        (b"GET /v1/kvrag/chunks/%00 HTTP/1.1\r\nHost: localhost", 404),
         (b"GET /v1/kvrag/chunks/%ed%a0%80 HTTP/1.1\r\nHost: localhost", 404),
         (b"GET /v1/kvrag/chunks/" + b"a" * 5000 + b" HTTP/1.1\r\nHost: localhost", 400),
         (b"GET /v1/kvrag/chunks/a?around=\xff HTTP/1.1\r\nHost: localhost", 400),
         (b"DELETE /v1/kvrag/documents?source=%00 HTTP/1.1\r\nHost: localhost", 403),
         (b"BREW /healthz HTTP/1.1\r\nHost: localhost", 405),
         *((b"GET " + one + b"/healthz HTTP/1.1\r\nHost: localhost", 404) for one in SCHEMES),
-        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: x", 400),
         (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1", 400),
         (
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
