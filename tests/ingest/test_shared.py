@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 
 from kvrag.chunk import Document
@@ -34,32 +33,20 @@ from tests.support.threads import together
 BUCKET = "kvrag-shared"
 
 
-def set_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-
-
 def page(number: int) -> Document:
     text = f"Page {number}. The keeper of the northern light wrote the book. " * 3
     return Document(f"d{number}", text, {"number": number})
 
 
 @pytest.fixture(params=["folder", "bucket"])
-def url(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "folder":
         yield f"file://{tmp_path}/bucket/index"
         return
     server: S3Server = request.getfixturevalue("s3_server")
-    set_credentials(monkeypatch)
-    client = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
-    client.create_bucket(Bucket=BUCKET)
-    yield f"s3://{BUCKET}/indexes/one?endpoint={server.endpoint}"
-    for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
-        client.delete_object(Bucket=BUCKET, Key=found["Key"])
-    client.close()
+    request.getfixturevalue("s3_credentials")
+    with server.bucket(BUCKET):
+        yield f"s3://{BUCKET}/indexes/one?endpoint={server.endpoint}"
 
 
 def sources(index: Index) -> set[str]:
@@ -498,7 +485,7 @@ def test_a_settings_change_goes_everywhere(machine: Machine, url: str) -> None:
 
 
 def test_what_cannot_be_opened(
-    machine: Machine, folder_url: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, folder_url: str, s3_server: S3Server, s3_credentials: None
 ) -> None:
     with pytest.raises(IndexNotFoundError, match="there is no index at file:///"):
         machine("one", folder_url)
@@ -508,7 +495,6 @@ def test_what_cannot_be_opened(
     for wrong in ("s3://", "s3:///", "file://relative/path", f"{folder_url}?unknown=1"):
         with pytest.raises(ParameterError):
             machine("one", wrong)
-    set_credentials(monkeypatch)
     nobody = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(StoreError, match="check the endpoint"):
         machine("one", f"s3://bucket/index?endpoint={nobody}&timeout=0.5")
@@ -542,13 +528,9 @@ def test_views_that_nobody_uses_make_room(
 
 
 def test_a_bucket_that_does_not_answer_leaves_the_version(
-    machine: Machine, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, s3_server: S3Server, s3_credentials: None
 ) -> None:
-    set_credentials(monkeypatch)
-    with FaultyProxy(s3_server.port) as proxy:
-        client = boto3.client("s3", endpoint_url=s3_server.endpoint)
-        client.create_bucket(Bucket="leaves")
-        client.close()
+    with s3_server.bucket("leaves"), FaultyProxy(s3_server.port) as proxy:
         url = f"s3://leaves/index?endpoint=http://127.0.0.1:{proxy.port}&timeout=0.5"
         index = machine("one", url, context="none")
         index.add([page(0)])

@@ -7,7 +7,6 @@ error of kvrag's own, and normal service once the line is good again, without a 
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
 
 from kvrag.chunk import ChunkKey
@@ -18,7 +17,6 @@ from kvrag.store.base import Store, read_whole
 from kvrag.store.registry import open_store
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.records import key_number
-from tests.store.test_objects import credentials  # noqa: F401 (a fixture)
 from tests.support.proxy import FaultyProxy
 from tests.support.servers import RedisServer, S3Server
 from tests.support.waiting import wait_until
@@ -39,11 +37,8 @@ def redis_proxy(redis_server: RedisServer, redis_password: str) -> Iterator[Faul
 
 
 @pytest.fixture
-def s3_proxy(s3_server: S3Server, credentials: None) -> Iterator[FaultyProxy]:  # noqa: F811
-    client = boto3.client("s3", "us-east-1", endpoint_url=s3_server.endpoint)
-    client.create_bucket(Bucket="faults")
-    client.close()
-    with FaultyProxy(s3_server.port) as proxy:
+def s3_proxy(s3_server: S3Server, s3_credentials: None) -> Iterator[FaultyProxy]:
+    with s3_server.bucket("faults"), FaultyProxy(s3_server.port) as proxy:
         yield proxy
 
 

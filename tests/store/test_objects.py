@@ -5,7 +5,6 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-import boto3
 import pytest
 
 from kvrag.chunk import ChunkKey
@@ -20,20 +19,9 @@ BUCKET = "kvrag-tests"
 
 
 @pytest.fixture
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-
-
-@pytest.fixture
-def client(s3_server: S3Server, credentials: None) -> Iterator[Any]:
-    client = boto3.client("s3", endpoint_url=s3_server.endpoint)
-    client.create_bucket(Bucket=BUCKET)
-    yield client
-    for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
-        client.delete_object(Bucket=BUCKET, Key=found["Key"])
-    client.close()
+def client(s3_server: S3Server, s3_credentials: None) -> Iterator[Any]:
+    with s3_server.bucket(BUCKET) as client:
+        yield client
 
 
 @pytest.fixture
@@ -84,12 +72,12 @@ def test_the_rest_of_an_object_that_was_replaced_is_refused(store: ObjectStore) 
         read_all(record)
 
 
-def test_a_missing_bucket(s3_server: S3Server, credentials: None) -> None:
+def test_a_missing_bucket(s3_server: S3Server, s3_credentials: None) -> None:
     with pytest.raises(StoreError, match="there is no such bucket; make it"):
         ObjectStore("s3://nobody-made-this", endpoint=s3_server.endpoint)
 
 
-def test_nobody_there(credentials: None) -> None:
+def test_nobody_there(s3_credentials: None) -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(StoreUnreachableError, match="check the endpoint"):
         ObjectStore("s3://bucket", endpoint=endpoint, timeout_seconds=0.3)
@@ -97,7 +85,7 @@ def test_nobody_there(credentials: None) -> None:
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_the_environment_names_an_endpoint_without_tls(
-    s3_server: S3Server, credentials: None, name: str, monkeypatch: pytest.MonkeyPatch
+    s3_server: S3Server, s3_credentials: None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, s3_server.endpoint)
     with pytest.raises(StoreError, match="there is no such bucket"):
@@ -145,14 +133,14 @@ def test_other_providers_are_asked_under_their_own_protocol(
     assert any(("bucket" in path or "container" in path) for path in asked)
 
 
-def test_a_clock_that_is_wrong(credentials: None) -> None:
+def test_a_clock_that_is_wrong(s3_credentials: None) -> None:
     wrong = partial(reply, status=403, body=b"<Error><Code>RequestTimeTooSkewed</Code></Error>")
     with answering(wrong) as endpoint, pytest.raises(StoreError, match=r"the clock of .*; set it"):
         ObjectStore("s3://bucket", endpoint=endpoint)
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_server_that_fails(credentials: None, status: int) -> None:
+def test_a_server_that_fails(s3_credentials: None, status: int) -> None:
     """Listing works, so the store opens; what comes then is an error in time."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:

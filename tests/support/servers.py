@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,17 @@ class S3Server:
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @contextlib.contextmanager
+    def bucket(self, name: str) -> Iterator[Any]:
+        """Yield a client of a bucket, which is empty afterwards."""
+        import boto3  # most tests need none
+
+        with contextlib.closing(boto3.client("s3", endpoint_url=self.endpoint)) as client:
+            client.create_bucket(Bucket=name)
+            yield client
+            for found in client.list_objects_v2(Bucket=name).get("Contents", []):
+                client.delete_object(Bucket=name, Key=found["Key"])
 
     def kill(self) -> None:
         self._process.kill()

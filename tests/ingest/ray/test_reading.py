@@ -197,31 +197,27 @@ def test_a_bucket_of_google_that_does_not_answer_is_given_up_soon() -> None:
         assert (path, options["retry_time_limit"]) == ("bucket/x", timedelta(seconds=seconds))
 
 
-def test_a_bucket_is_listed_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
+def test_a_bucket_is_listed_and_read(
+    tmp_path: Path, s3_server: S3Server, s3_credentials: None
+) -> None:
     rows = write_rows(tmp_path / "rows.parquet", [{"text": "A row.", "id": "r"}])
     lines = "\n".join(json.dumps({"text": f"Line {n}."}) for n in range(2))
-    server = S3Server(tmp_path)
-    try:
-        query = f"?endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1"
-        files, _ = pa.fs.FileSystem.from_uri(f"s3://bucket/{query}&allow_bucket_creation=true")
-        files.create_dir("bucket")
-        for name, content in {
-            "docs/a.md": b"# A page",
-            "docs/b/lines.jsonl": lines.encode(),
-            "docs/b/rows.parquet": rows.read_bytes(),
-            "docs/image.png": b"?",
-            "docs/.hidden/x.md": b"Hidden.",
-            "other/x.md": b"Elsewhere.",
-        }.items():
-            with files.open_output_stream(f"bucket/{name}") as stream:
-                stream.write(content)
-        # As kvrag's stores spell it.
-        query = f"?endpoint=http://127.0.0.1:{server.port}&region=us-east-1"
-        found = planned(tmp_path, f"S3://bucket/docs{query}")
-    finally:
-        server.kill()
+    query = f"?endpoint_override=127.0.0.1:{s3_server.port}&scheme=http&region=us-east-1"
+    files, _ = pa.fs.FileSystem.from_uri(f"s3://listed/{query}&allow_bucket_creation=true")
+    files.create_dir("listed")
+    for name, content in {
+        "docs/a.md": b"# A page",
+        "docs/b/lines.jsonl": lines.encode(),
+        "docs/b/rows.parquet": rows.read_bytes(),
+        "docs/image.png": b"?",
+        "docs/.hidden/x.md": b"Hidden.",
+        "other/x.md": b"Elsewhere.",
+    }.items():
+        with files.open_output_stream(f"listed/{name}") as stream:
+            stream.write(content)
+    # As kvrag's stores spell it.
+    query = f"?endpoint=http://127.0.0.1:{s3_server.port}&region=us-east-1"
+    found = planned(tmp_path, f"S3://listed/docs{query}")
     assert found.plan.failed == []
-    lines = "bucket/docs/b/lines.jsonl"
-    assert names(found) == ["bucket/docs/a.md", f"{lines}#1", f"{lines}#2", "r"]
+    lines = "listed/docs/b/lines.jsonl"
+    assert names(found) == ["listed/docs/a.md", f"{lines}#1", f"{lines}#2", "r"]
