@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -425,16 +426,11 @@ def can_decode(coder: Coder, num_planes: int, device: torch.device) -> bool:
         needed += [("rans", {"REFINES": plane}) for plane in range(1 + refines)]
         needed.append(("escapes", {}))
         kind = sums, refines
+    error = partial(_difference, coder, num_planes, device)
+    what = "compressed records", spec.dtype, device, spec.head_dim
     return all(
         tiled.is_ready(name, spec.dtype, device, **more) for name, more in needed
-    ) and tiled.is_trusted(
-        "compressed records",
-        spec.dtype,
-        device,
-        spec.head_dim,
-        *kind,
-        error=lambda: _difference(coder, num_planes, device),
-    )
+    ) and tiled.is_trusted(*what, *kind, error=error)
 
 
 def _constants(spec: KVSpec, sums: int) -> dict[str, int]:

@@ -232,16 +232,10 @@ class _Layer:
         rows: slice = slice(0),
     ) -> None:
         """Write some tokens of both kinds ``[H, n, D]``, keys turned by rows of a table."""
-        place_packed(
-            self._content,
-            self._part.rows,
-            self._row_bytes,
-            tokens,
-            (self._keys, keys),
-            (self._values, values),
-            None if table is None else Rotation(table.cos, table.sin),
-            rows.start or 0,
-        )
+        stored = self._content, self._part.rows, self._row_bytes, tokens
+        both = (self._keys, keys), (self._values, values)
+        rotation = None if table is None else Rotation(table.cos, table.sin)
+        place_packed(*stored, *both, rotation, rows.start or 0)
         raw = self._part.raw
         if raw is None:
             return

@@ -143,12 +143,9 @@ class PipelineCodec(ProfiledCodec):
         for number, plane in enumerate(coder.level.planes[1:], 1):
             n = plane.num_rows[block]
             before = known[number - 1][:n]
-            streams = pack_streams(
-                coder.models[number],
-                t.digit_symbols(known[number][:n], before).numpy(),
-                classes[:n] * t.NUM_CONTEXTS,
-                t.digit_contexts(before).numpy(),
-            )
+            symbols = t.digit_symbols(known[number][:n], before).numpy()
+            which, context = classes[:n] * t.NUM_CONTEXTS, t.digit_contexts(before).numpy()
+            streams = pack_streams(coder.models[number], symbols, which, context)
             planes.append([COUNT.pack(len(streams)), streams])
         return planes
 
@@ -310,14 +307,9 @@ class PipelineChunk(StoredForCards):
             return
         synthesis = coder.synthesis(plane, layer_index, kind)
         rotation = None if positions is None else Rotation(positions.cos, positions.sin)
-        reconstruct(
-            Points(coded.values, synthesis.shrink),
-            synthesis.basis,
-            synthesis.mean,
-            out,
-            rotation=rotation,
-            tokens=tokens,
-        )
+        numbers, shrink = coded.values, synthesis.shrink
+        basis, mean = synthesis.basis, synthesis.mean
+        reconstruct(Points(numbers, shrink), basis, mean, out, rotation=rotation, tokens=tokens)
         for index, token in enumerate(coded.raw_tokens.tolist()):
             if tokens.start <= token < tokens.stop:
                 one = slice(token - tokens.start, token - tokens.start + 1)

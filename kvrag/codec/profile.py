@@ -223,12 +223,9 @@ class Profile:
             tensors = load_tensors(content)
             metadata = _metadata_of(content)
             config = PipelineConfig.from_json(json.dumps(metadata["config"]))
-            spec = KVSpec(
-                _positive(metadata, "num_layers"),
-                _positive(metadata, "num_kv_heads"),
-                _positive(metadata, "head_dim"),
-                DTYPES[metadata["dtype"]],
-            )
+            names = "num_layers", "num_kv_heads", "head_dim"
+            num_layers, num_heads, head_dim = (_positive(metadata, name) for name in names)
+            spec = KVSpec(num_layers, num_heads, head_dim, DTYPES[metadata["dtype"]])
             # A forged header must not claim more layers than its tensors can describe.
             may_fit = spec.num_layers <= len(tensors) * _MAX_LAYERS_A_TENSOR
             _require(may_fit, "the profile lacks tensors of its layers")

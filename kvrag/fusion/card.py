@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
@@ -145,22 +146,13 @@ class Placement:
         device, parts = self.keys.device, self.groups[number]
         block = tiled.tiling_of("place", device, **self._constants)["BT"]
         before = sum(map(len, self.groups[:number]))
-        tiled.start(
-            "place",
-            (-(-max(one.num_rows for one in parts) // block), len(parts), len(layers) * num_heads),
-            self._numbers[before : before + len(parts)],
-            table.cos.contiguous(),
-            table.sin.contiguous(),
-            self.keys,
-            self.values,
-            layers.start,
-            num_heads,
-            table.cos.shape[-1],
-            capacity,
-            dtype=self.keys.dtype,
-            device=device,
-            **self._constants,
-        )
+        grid = -(-max(one.num_rows for one in parts) // block), len(parts), len(layers) * num_heads
+        numbers = self._numbers[before : before + len(parts)]
+        turning = table.cos.contiguous(), table.sin.contiguous()
+        sizes = layers.start, num_heads, table.cos.shape[-1], capacity
+        given = numbers, *turning, self.keys, self.values, *sizes
+        dtype = self.keys.dtype
+        tiled.start("place", grid, *given, dtype=dtype, device=device, **self._constants)
 
     def _compute(self, number: int, layers: range, table: RotaryTable) -> None:
         """Place rows with PyTorch, one part after the other."""
@@ -182,14 +174,11 @@ def is_right(
     dtype: torch.dtype, device: torch.device, head_dim: int, num_rotated: frozenset[int]
 ) -> bool:
     """Return whether the kernel places as PyTorch does here; tried once for each kind."""
-    return tiled.is_trusted(
-        "placing",
-        dtype,
-        device,
-        head_dim,
-        num_rotated,
-        error=lambda: max(_difference(dtype, device, head_dim, one) for one in num_rotated),
-    )
+
+    def error() -> float:
+        return max(_difference(dtype, device, head_dim, one) for one in num_rotated)
+
+    return tiled.is_trusted("placing", dtype, device, head_dim, num_rotated, error=error)
 
 
 @torch.no_grad()
@@ -500,14 +489,9 @@ class CardReading(LayerPrefetch):
             parts = list(self._parts())
             if not any(parts):
                 return
-            self._placement = Placement(
-                parts,
-                keys,
-                values,
-                widths,
-                lambda one: self._upload(one, self._computing),
-                in_kernel=False if any(table.in_pairs for table in distinct) else None,
-            )
+            in_kernel = False if any(table.in_pairs for table in distinct) else None
+            upload = partial(self._upload, stream=self._computing)
+            self._placement = Placement(parts, keys, values, widths, upload, in_kernel)
         for event in self._copied[number]:
             self._computing.wait_event(event)
         for table, layers in _runs(self._steps[step], self._tables):

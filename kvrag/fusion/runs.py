@@ -387,15 +387,9 @@ def fill(
         else:
             chunk, context_ids = record
             run = owners[number][chunk.chunk_id]
-            standing.append(
-                ReusedSpan(
-                    chunk.chunk_id,
-                    run.start,
-                    run.offset,
-                    run.length,
-                    context_ids[: len(context_ids) - run.offset],
-                )
-            )
+            own = context_ids[: len(context_ids) - run.offset]
+            place = run.start, run.offset, run.length
+            standing.append(ReusedSpan(chunk.chunk_id, *place, own))
     misses = dict(layout.misses)
     if num_unclear and MISS_OWNER_UNCLEAR not in misses:  # else a whole chunk was counted already
         misses[MISS_OWNER_UNCLEAR] = num_unclear
