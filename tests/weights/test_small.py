@@ -34,9 +34,9 @@ from tools import large_gguf
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="kernels compute with them")
 
 
-def written(path: Path, folder: Path) -> Path:
+def written(path: Path, folder: Path, *, is_small: bool = True) -> Path:
     """Convert a file in this process, without a tokenizer."""
-    planned = plan(Metadata(path, gguf.GGUFReader(str(path))), is_small=True)
+    planned = plan(Metadata(path, gguf.GGUFReader(str(path))), is_small=is_small)
     folder.mkdir()
     planned.save_pretrained(folder)
     return folder
@@ -73,11 +73,9 @@ def test_a_model_in_its_bits_is_the_one_in_16(kind: str, tmp_path: Path) -> None
     assert isinstance(layers["model.embed_tokens"], SmallEmbedding)
     # Tied: one copy.
     assert layers["lm_head"].weight is layers["model.embed_tokens"].weight
-    monkey = pytest.MonkeyPatch()
-    monkey.setenv("KVRAG_MODELS", str(tmp_path / "cache"))
-    with monkey.context():
-        whole = load_weights(resolve_model(tmp_path / "m.gguf"), None, None)
-    monkey.undo()
+    folder = written(tmp_path / "m.gguf", tmp_path / "whole", is_small=False)
+    whole = load_weights(folder, None, None)
+    assert not small_layers(whole)
     assert model_fingerprint(hf) == model_fingerprint(whole)
     for name, layer in layers.items():
         expected = whole.get_submodule(name).weight
