@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,17 @@ def test_the_services_agree_with_each_other() -> None:
                 assert source in compose["volumes"]
 
 
+def test_the_container_is_well_made() -> None:
+    beside = Path(sys.executable).parent / "hadolint"
+    lint = shutil.which("hadolint") or shutil.which(beside)
+    if lint is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run(
+        [lint, "-"], input=CONTAINERFILE, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
 CHART = DEPLOY / "helm"
 INDEX = "s3://bucket/my-index?region=eu-west-1"
 VALUES = {"image": "example/kvrag:1", "index": INDEX, "secret": "kvrag"}
@@ -103,6 +115,14 @@ def pods(objects: dict[tuple[str, str], Any]) -> tuple[Any, Any]:
 
 def variables(container: Any) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in container.get("env", ())}
+
+
+@NEEDS_HELM
+def test_helm_finds_no_fault_in_the_chart() -> None:
+    more = {"serviceMonitor": {"enabled": True}, "keys": "kvrag-keys"}
+    for values in ({}, VALUES, {**VALUES, **more}):
+        done = helm("lint", "--strict", str(CHART), **values)
+        assert done.returncode == 0, done.stdout
 
 
 @NEEDS_HELM

@@ -1,11 +1,14 @@
 """A release is prepared in a clone: the checkout stays as it was until all is made."""
 
+import hashlib
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tools import release
 from tools.release import PLACES, ReleaseError, current_version, prepare, take_over
 
 ROOT = Path(__file__).parents[1]
@@ -116,3 +119,49 @@ def test_the_checkout_stays_as_it_is_if_it_changed_meanwhile(
     with pytest.raises(ReleaseError, match=error):
         take_over(checkout, clone, "77.0.0")
     assert state(checkout) == before
+
+
+def made_with(monkeypatch: pytest.MonkeyPatch, version: str, *wheels: str) -> None:
+    """Let another interpreter have a version, and make files of these names."""
+
+    def run(folder: Path, *command: str) -> str:
+        if command[1:3] == ("-m", "tools.wheels"):
+            beside = Path(command[-1])
+            beside.mkdir(parents=True)
+            for name in (*wheels, "kvrag-77.0.0-py3-none-any.whl"):
+                (beside / name).write_bytes(b"other")
+            return ""
+        return f"{version}\n" if command[1] == "-c" else real(folder, *command)
+
+    real = release._run
+    monkeypatch.setattr(release, "UV", ("true",))
+    monkeypatch.setattr(release, "_run", run)
+    monkeypatch.setattr(release, "_TOOLS", ())
+
+
+@pytest.fixture
+def released(checkout: Path, tmp_path: Path) -> Path:
+    """Return a checkout with a release that one interpreter made."""
+    clone = ready(checkout, tmp_path / "clone", wheel="kvrag-77.0.0-py3-none-any.whl")
+    dist = clone / "dist"
+    (dist / "kvrag-77.0.0-cp311-cp311-manylinux_2_24_x.whl").write_bytes(b"first")
+    (dist / "provenance.json").write_text('{"version": "77.0.0", "python": "3.11.7"}')
+    take_over(checkout, clone, "77.0.0")
+    return checkout
+
+
+STABLE = "kvrag-77.0.0-cp312-abi3-manylinux_2_24_x.whl"
+
+
+def test_wheels_of_a_second_interpreter_are_added_and_described(
+    released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_with(monkeypatch, "3.12.1", STABLE)
+    release.add(released, "77.0.0", "python3.12", tmp_path / "adding")
+    described = json.loads((released / "dist" / "provenance.json").read_text())
+    assert described["python"] == "3.11.7, 3.12.1"
+    assert described["commit"] == git(released, "rev-parse", "HEAD")
+    assert described["sha256"].keys() == {path.name for path in (released / "dist").glob("*.whl")}
+    assert described["sha256"][STABLE] == hashlib.sha256(b"other").hexdigest()
+    # Only compiled wheels come from there.
+    assert (released / "dist" / "kvrag-77.0.0-py3-none-any.whl").read_bytes() == b"first"
