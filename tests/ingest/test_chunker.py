@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvrag.chunk
-from kvrag.chunk import Document, Mark, normalise_text
+from kvrag.chunk import Document, normalise_text
 from kvrag.errors import ParameterError
 from kvrag.ingest import chunker
 from kvrag.ingest.chunker import chunk_document
-from kvrag.ingest.headings import find_headings, paths_of
+from kvrag.ingest.headings import find_headings
 from tests.support.models import make_tokenizer
 from tests.support.properties import examples
 
@@ -135,18 +135,6 @@ def test_headings_are_those_of_markdown(text: str, titles: list[str]) -> None:
     assert [one.title for one in found] == titles
     assert all(text[one.start :].lstrip(" #").startswith(one.title) for one in found)
     assert [one.start for one in found] == sorted(one.start for one in found)
-
-
-@given(levels=st.lists(st.integers(1, 6), max_size=12))
-def test_paths_have_rising_levels_and_end_with_their_heading(levels: list[int]) -> None:
-    headings = [Mark(start, level, f"{level}") for start, level in enumerate(levels)]
-    for heading, path in zip(headings, paths_of(headings), strict=True):
-        assert path[-1] == heading.title
-        assert list(path) == sorted(set(path))
-        # Nothing between a heading and what it stands under closes the latter.
-        for title in path[:-1]:
-            last = max(n for n in range(heading.start) if levels[n] == int(title))
-            assert min(levels[last + 1 : heading.start + 1]) > int(title)
 
 
 _MANY = 50_000

@@ -17,7 +17,7 @@ from kvrag.chunk import Document
 from kvrag.errors import ParameterError
 from kvrag.ingest.embedding import Embedding, SentenceEmbedding, Vectors, get_embedding
 from kvrag.ingest.index import Index
-from kvrag.ingest.search import WORDS_WEIGHT, Reranker, fused
+from kvrag.ingest.search import Reranker, fused
 from kvrag.ingest.sentences import Turns
 from kvrag.models.kv_model import KVModel
 from tests.support.properties import examples
@@ -97,12 +97,6 @@ def test_fusing_prefers_what_several_rankings_find() -> None:
     assert fused([([(7, 0.1)], 1.0), ([], 2.0)]) == [(7, pytest.approx(1.0))]
     assert fused([([(7, 0.1)], 1.0), ([(7, 0.1)], 2.0)]) == [(7, pytest.approx(1.0))]
     assert fused([([], 1.0), ([], 2.0)]) == []
-
-
-def test_what_one_ranking_puts_first_stays_in_front() -> None:
-    words = [(0, 9.0), *((row, 1.0) for row in range(1, 99))]
-    meaning = [(row, 1.0) for row in range(1, 99)]
-    assert 0 in [row for row, _ in fused([(meaning, 1.0), (words, WORDS_WEIGHT)])[:4]]
 
 
 class Longest:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.errors import IndexFormatError, ParameterError
+from kvrag.errors import ParameterError
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import log as opening
 from kvrag.ingest.shared import manifest
 from kvrag.ingest.shared.log import SharedLog
-from kvrag.ingest.shared.manifest import File, Log
-from kvrag.ingest.shared.place import read_place
 from kvrag.models.kv_model import KVModel
 from kvrag.server.documents import uploads_path
 from tests.ingest.conftest import Machine, MakeIndex
@@ -86,17 +84,6 @@ def test_the_first_version_has_the_profile_that_it_names(
     assert other._storage.profiles.get(profile.hash).content == profile.content
     other.add([page(0)])
     assert other.upkeep.verify().ok
-
-
-def test_a_manifest_that_no_reader_would_take_is_not_written(
-    machine: Machine, folder_url: str
-) -> None:
-    machine("one", folder_url, context="none")
-    log = Log(read_place(folder_url).bucket("log"))
-    first = log.read(0)
-    with pytest.raises(IndexFormatError, match="a file in it is named 'x'"):
-        log.create(first.follow(None, config=File("x", first.config.parts)))
-    assert log.versions() == [0]
 
 
 def test_two_create_an_index_at_once(

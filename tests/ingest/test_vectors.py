@@ -12,8 +12,7 @@ import pytest
 from kvrag.chunk import Document
 from kvrag.ingest import cachefile, vectors
 from kvrag.ingest.index import Index
-from kvrag.ingest.schema import Change
-from kvrag.ingest.vectors import CurrentVectors, Flat, Graph, VectorIndex
+from kvrag.ingest.vectors import Flat, Graph, VectorIndex
 from kvrag.models.kv_model import KVModel
 from tests.ingest.conftest import MakeIndex
 from tests.support.folders import key_file
@@ -143,22 +142,6 @@ def test_a_graph_follows_the_catalog(
     assert len(made) == 1  # nothing made it anew
 
 
-def test_removed_vectors_leave_a_graph_when_they_are_many(
-    index: Index, small_graphs: None, made: list[Graph]
-) -> None:
-    filled(index)
-    whole = index.stats().vectors_memory_bytes
-    index.delete(sources=WORDS[:2])
-    assert index.stats().num_vectors == len(WORDS) - 2
-    assert index.stats().vectors_memory_bytes == whole  # the graph still has them
-    index.delete(sources=WORDS[2:4])
-    assert len(made) == 2
-    assert index.stats().num_vectors == len(WORDS) - 4
-    index.delete(sources=WORDS[4:7])
-    assert not index.stats().has_graph  # few: all are compared
-    assert sources(index, WORDS[9])[0] == WORDS[9]
-
-
 def test_gc_makes_a_missing_graph(
     index: Index, model: KVModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,27 +169,6 @@ def test_a_damaged_graph_is_replaced(index: Index, model: KVModel, small_graphs:
         again.upkeep.gc()
         assert again.stats().has_graph
         assert sources(again, "heron")[0] == "heron"
-
-
-@pytest.mark.parametrize("graph_from", [8, 50_000])
-def test_a_version_that_changes_nothing_keeps_the_vectors(
-    index: Index, graph_from: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cachefile, "GRAPH_FROM", graph_from)
-    filled(index)
-    sources(index, "heron")
-    catalog, dim = index.catalog, index.config.embedding_dim
-    first = CurrentVectors(catalog, dim)
-    kept, former = first.get(), catalog.version()
-    catalog.write(Change())
-    assert catalog.version() != former
-    with monkeypatch.context() as patch:
-        patch.setattr(VectorIndex, "update", None)
-        patch.setattr(VectorIndex, "read", None)
-        assert first.get() is kept
-        assert CurrentVectors(catalog, dim).get().of == kept.of  # from the file
-    index.delete(sources=["heron"])
-    assert len(first.get().search(np.ones(dim, np.float32), 99)) == len(WORDS) - 1
 
 
 @pytest.mark.parametrize(

@@ -187,19 +187,6 @@ def test_a_removed_text_leaves_the_file(filled: Index) -> None:
     assert b"quick" not in cache_of(filled).read_bytes()
 
 
-def test_what_cannot_be_written_is_searched_in_memory(
-    filled: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("read-only")
-
-    monkeypatch.setattr(words.WordIndex, "_write", refuse)
-    assert found(filled, "fox") == ["fox"]
-    assert not cache_of(filled).exists()
-    filled.add([Document("wolf", "A wolf, no fox; a fox, no wolf.")])
-    assert set(found(filled, "fox")) == {"fox", "wolf"}
-
-
 def test_damage_is_found_and_mended(filled: Index) -> None:
     expected = filled.search_words("harbour fox")
     places = (0, 30, 5000, -40, -1)

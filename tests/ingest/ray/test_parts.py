@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow", reason="kvrag[ray] is not installed")
@@ -34,9 +33,9 @@ from kvrag.ingest.plan import Plan, PlannedDocument
 from kvrag.ingest.ray import RayOptions, RayRunner
 from kvrag.ingest.ray import packets as p
 from kvrag.ingest.ray.driver import connected
-from kvrag.ingest.report import FailedDocument, IngestReport
+from kvrag.ingest.report import IngestReport
 from kvrag.ingest.schema import FileState
-from kvrag.ingest.stages import Outcome, Run
+from kvrag.ingest.stages import Run
 from kvrag.store.file import FileStore
 from kvrag.store.registry import open_store
 from tests.ingest.ray.conftest import content
@@ -66,27 +65,6 @@ def part(name: str, lengths: list[int], **fields: Any) -> PlannedDocument:
     return PlannedDocument(
         name, "e" * 40, {"n": 1}, STATE, chunks=chunks, **counts, **of_file, **fields
     )
-
-
-def test_a_packet_arrives_as_it_was_sent() -> None:
-    vectors = [np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((1, 4), np.float32)]
-    documents = [part("a", [3, 5], vectors=vectors), part("b", [2], reason="it is bad")]
-    news = Plan(
-        removed=["gone"],
-        unchanged=["same"],
-        failed=[FailedDocument("c", "why")],
-        gone_files=["/gone"],
-        touched=[STATE],
-        missing={"k": (3, 4)},
-    )
-    counts = Outcome(1, 2, 3, 4, 5.0, 6.0)
-    sent = p.Packet(replace(news, documents=documents), counts, "f" * 40, 1.5)
-    (found,) = p.unpack(p.pack(sent))
-    for came, went in zip(found.plan.documents[0].vectors, vectors, strict=True):
-        np.testing.assert_array_equal(came, went)
-    came = [replace(one, vectors=[]) for one in found.plan.documents]
-    assert came == [replace(one, vectors=[]) for one in documents]
-    assert replace(found, plan=replace(found.plan, documents=[])) == replace(sent, plan=news)
 
 
 def test_a_document_without_all_its_chunks_is_refused() -> None:
