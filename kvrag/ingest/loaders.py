@@ -191,24 +191,6 @@ def sought_suffixes() -> frozenset[str]:
     return SUFFIXES | set(filter(is_installed, CODE_SUFFIXES))
 
 
-def find_loader(path: str, others: Mapping[str, Loader]) -> Loader:
-    """Return the loader of a file; `others` take precedence over the built-in ones.
-
-    Raises
-    ------
-    DocumentError
-        When the file has an unknown suffix.
-    """
-    suffix = Path(path).suffix.lower()
-    loader = others.get(suffix) or _LOADERS.get(suffix)
-    if loader is None:
-        known = " ".join(sorted({*_LOADERS, *others}))
-        raise DocumentError(
-            f"{path}: files of kind {suffix or 'no suffix'!r} are not read; expected one of {known}"
-        )
-    return loader
-
-
 def load_bytes(
     path: str, content: bytes, others: Mapping[str, Loader] | None = None
 ) -> Iterator[Document]:
