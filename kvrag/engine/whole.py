@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 from kvrag.engine.open_answer import HeldPrompt
@@ -19,12 +20,6 @@ from kvrag.fusion.whole import Beginnings, WholePrompt, read_whole
 from kvrag.ingest.index import Index
 from kvrag.loading.pace import fit_prices
 from kvrag.models.kv_model import KVModel, WholeModel
-
-
-class _Nothing:
-    """What is in a store of answers that writes none."""
-
-    size_bytes = 0
 
 
 class WholeFuser:
@@ -43,7 +38,7 @@ class WholeFuser:
         For options that concern the KV of chunks, or write KV of answers to the store.
     """
 
-    stored = _Nothing()
+    stored = SimpleNamespace(size_bytes=0)  # it writes no answers to the store
     stream_counts: Mapping[str, Any] = {}
 
     def __init__(self, index: Index, options: EngineOptions) -> None:

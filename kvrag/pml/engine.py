@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -475,15 +476,9 @@ class EncodedSchema:
 
     def all_passages(self) -> list[Passage]:
         """Return the passages to store, including those of scaffolds."""
-        stretches = self.layout.stretches
-        found = [
-            passage
-            for stretch, passage in zip(stretches, self.passages, strict=True)
-            if stretch.is_cached
-        ]
-        for _, members in self.scaffolds:
-            found += members.values()
-        return found
+        is_cached = (stretch.is_cached for stretch in self.layout.stretches)
+        of_scaffolds = (members.values() for _, members in self.scaffolds)
+        return [*compress(self.passages, is_cached), *chain.from_iterable(of_scaffolds)]
 
 
 class PMLEngine(OfProcess):

@@ -486,7 +486,7 @@ def parse_prompt(source: str | FilePath, schema: s.Schema) -> Prompt:
             "put the schema's own text into <system> or <user> as well",
         )
     arguments = {key: value for key, value in root.attributes.items() if key != "schema"}
-    body = Import((), *_checked(schema, (), arguments, parts, root.location), root.location)
+    body = _import(schema, (), arguments, parts, root.location)
     check_exclusive(schema, ((one.path, one.location) for one in body.all()))
     return Prompt(schema, body, turns, text, root.location)
 
@@ -519,22 +519,13 @@ def _turns(root: s.Element) -> tuple[tuple[str, str], ...]:
     return tuple(turns)
 
 
-def _import(schema: s.Schema, around: s.Path, element: s.Element) -> Import:
-    path = (*around, element.tag)
-    check_module(schema, path, element.location)
-    parts = settled(element.content)
-    return Import(
-        path, *_checked(schema, path, element.attributes, parts, element.location), element.location
-    )
-
-
-def _checked(
+def _import(
     schema: s.Schema,
     path: s.Path,
     attributes: Mapping[str, str],
     contents: list[s.Element | s.Text],
     location: s.Location,
-) -> tuple[Mapping[str, str], tuple[Import | s.Text, ...]]:
+) -> Import:
     known = schema.parameters(path)
     for name in attributes:
         if name not in known:
@@ -543,24 +534,24 @@ def _checked(
                 f"{owner} has no parameter {shown(name)}", f"expected one of {listing(known)}"
             )
     parts: list[Import | s.Text] = []
-    seen: dict[s.Path, s.Location] = {}
+    seen: dict[str, s.Location] = {}
     for part in contents:
         if isinstance(part, s.Text):
             # A line feed between imports is formatting: the schema decides what separates modules.
             if part.text.strip():
                 parts.append(part)
             continue
-        one = _import(schema, path, part)
-        if one.path in seen:
-            raise one.location.error(
-                f"{shown('/'.join(one.path))} is imported again (first in line "
-                f"{seen[one.path].line})",
+        inner = (*path, part.tag)
+        check_module(schema, inner, part.location)
+        first = seen.setdefault(part.tag, part.location)
+        if first is not part.location:
+            raise part.location.error(
+                f"{shown('/'.join(inner))} is imported again (first in line {first.line})",
                 "import it once",
             )
-        seen[one.path] = one.location
-        parts.append(one)
+        parts.append(_import(schema, inner, part.attributes, settled(part.content), part.location))
     arguments = {name: normalise(value) for name, value in attributes.items()}
-    return arguments, tuple(parts)
+    return Import(path, arguments, tuple(parts), location)
 
 
 _QUOTES = {'"': "&quot;", "'": "&apos;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"}

@@ -68,7 +68,7 @@ def resampled_means(values: Sequence[float], seed: int) -> FloatArray:
     return np.concatenate(
         [
             sample[generator.integers(len(sample), size=(count, len(sample)))].mean(axis=1)
-            for count in _parts(NUM_RESAMPLES, rows_at_once)
+            for count in np.diff([*range(0, NUM_RESAMPLES, rows_at_once), NUM_RESAMPLES])
         ]
     )
 
@@ -78,10 +78,6 @@ def interval(means: FloatArray, confidence: float) -> tuple[float, float]:
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return float(low), float(high)
-
-
-def _parts(total: int, size: int) -> list[int]:
-    return [min(size, total - begin) for begin in range(0, total, size)]
 
 
 POLICIES = ("none", "boundary", "deviation", "query", "query:shift=1", "two_stage")

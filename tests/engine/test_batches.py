@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
@@ -24,8 +23,8 @@ from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
 from kvrag.models.rows import RowRunner
 from kvrag_testing.bench_top import TEXTS
-from tests.support.models import make_model, make_tokenizer
 from tests.support.properties import examples
+from tests.support.rag import text_index
 from tests.support.waiting import wait_until
 
 PROMPTS = [
@@ -139,7 +138,6 @@ def test_damage_in_one_prompt_harms_no_other_that_is_fused_beside_it(
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", "falcon-alibi", "mistral-sliding"])
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy answers in float32 are the same, whether or not rows go together."""
-    model = KVModel(make_model(family), make_tokenizer())
     sizes = []
     step_each = RowDecoder.step_each
 
@@ -147,8 +145,7 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         sizes.append(len(decoders))
         return step_each(decoders, token_ids)
 
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+    with text_index(tmp_path / "index", family) as index:
         engine = KVEngine(index, max_tokens=6)
         for policy in ("none", "two_stage", "boundary", "gradual", "query:shift=0.8"):
             one_by_one = [engine.generate(prompt, policy=policy) for prompt in PROMPTS]
@@ -156,7 +153,7 @@ def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             together = engine.generate_batch(PROMPTS, policy=policy)
             monkeypatch.undo()
             assert [one.text for one in together] == [one.text for one in one_by_one]
-    assert (max(sizes, default=0) > 1) is not model.family.attends_itself
+    assert (max(sizes, default=0) > 1) is not index.model.family.attends_itself
 
 
 def test_one_bad_request_harms_nobody(engine: KVEngine, alone: Alone) -> None:

@@ -21,6 +21,7 @@ from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import text_index
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 MESSAGES: list[Message] = [
@@ -173,8 +174,7 @@ def test_the_fused_cache_continues_in_transformers(engine: KVEngine) -> None:
 
 
 def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -> None:
-    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
-        index.add([Document(source="text", text=TEXTS[0])])
+    with text_index(tmp_path / "i", model, TEXTS[:1]) as index:
         engine = KVEngine(index)
         with pytest.raises(ParameterError, match="kvrag calibrate"):
             engine.fuse(PROMPT, policy=LoadingController(ttft=1.0))
@@ -190,8 +190,7 @@ def test_a_policy_object_finds_the_calibration(tmp_path: Path, model: KVModel) -
 
 
 def test_an_altered_calibration_is_not_used(tmp_path: Path, model: KVModel) -> None:
-    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
-        index.add([Document(source="text", text=TEXTS[0])])
+    with text_index(tmp_path / "i", model, TEXTS[:1]) as index:
         policies = Measured("none", None, 0.9, 0.8, 1.0), Measured("seam", 0.5, 0.25, 0.2, 0.3)
         index.upkeep.keep_calibration(
             Calibration(model.fingerprint, "d", "agreement", 1, policies, Cost(0.0, 1.0, 0.0))
@@ -253,8 +252,7 @@ def test_an_empty_prompt_is_refused_where_no_token_remains(tmp_path: Path) -> No
 def test_retrieval_that_never_reaches_a_prompt_is_said_once(
     tmp_path: Path, model: KVModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
-        index.add([Document(source="a", text=TEXTS[0])])
+    with text_index(tmp_path / "i", model, TEXTS[:1]) as index:
         engine = KVEngine(index, max_tokens=1)
         with caplog.at_level(logging.WARNING, logger="kvrag"):
             engine.generate("no retrieval, no chunk, no warning")
@@ -277,8 +275,7 @@ def test_inference_mode_around_one_call_does_not_spoil_the_next(index: Index) ->
 
 def test_many_chunks_repeats_and_one_token_chunks(tmp_path: Path, model: KVModel) -> None:
     texts = [f"Entry {i}: the keeper of gate {i} wrote it down." for i in range(50)]
-    with Index.create(tmp_path / "i", model=model, embedding="hashing") as index:
-        index.add([Document(source=str(i), text=text) for i, text in enumerate([*texts, "ox"])])
+    with text_index(tmp_path / "i", model, [*texts, "ox"]) as index:
         engine = KVEngine(index, max_tokens=4)
         prompt = "\n\n".join([*texts[:20], "ox", texts[3], texts[3], "Question: who?\nAnswer:"])
         answer = engine.generate(prompt, ratio=1.0)

@@ -14,6 +14,7 @@ from kvrag.engine.request import Request
 from kvrag.ingest.index import Index
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS
+from tests.support.rag import text_index
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICE = "cuda"
@@ -132,11 +133,9 @@ def test_captured_steps(indexes: tuple[Index, Index]) -> None:
 
 
 def test_records_are_written_from_a_gpu(tmp_path: Path) -> None:
-    documents = [Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)]
     model = KVModel.load("kvrag-tiny", device=DEVICE)
     folder = tmp_path / "index"
-    with Index.create(folder, model=model, embedding="hashing") as index:
-        index.add(documents)
+    with text_index(folder, model) as index:
         expected = KVEngine(index).fuse(PROMPT, policy="none")
     with Index.open(folder, device="cpu") as index:
         found = KVEngine(index).fuse(PROMPT, policy="none")

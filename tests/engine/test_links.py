@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import LinksError, ParameterError
 from kvrag.fusion.links import FILE_NAME
@@ -17,6 +16,7 @@ from kvrag.models.writers import CACHE_ARGUMENT
 from kvrag_testing.bench_top import TEXTS
 from tests.fusion.test_links import make_links
 from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import save_model, text_index
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 
@@ -66,11 +66,9 @@ def test_links_change_nothing_where_nothing_is_reused(index: Index) -> None:
 
 def test_a_models_folder_brings_its_links(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    save_model(folder)
     make_links(KVModel.load(folder)).save(folder / FILE_NAME)
-    with Index.create(tmp_path / "index", model=str(folder), embedding="hashing") as index:
-        index.add([Document(source="text", text=text) for text in TEXTS[:1]])
+    with text_index(tmp_path / "index", folder, TEXTS[:1]) as index:
         prompt = f"{TEXTS[0]}\n\nQuestion: who?"
         assert KVEngine(index, max_tokens=2).generate(prompt).report.num_links == 5
         off = KVEngine(index, max_tokens=2, links="off").generate(prompt)
@@ -91,18 +89,14 @@ def test_a_folders_links_that_cannot_be_used_are_left_out(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "model"
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    save_model(folder)
     other = KVModel(make_model(seed=1), make_tokenizer())
     make_links(other if damage == "stale" else KVModel.load(folder)).save(folder / FILE_NAME)
     if damage == "torn":
         content = (folder / FILE_NAME).read_bytes()
         (folder / FILE_NAME).write_bytes(content[: len(content) // 2])
     dtype = "bfloat16" if damage == "another type" else None
-    with Index.create(
-        tmp_path / "index", model=str(folder), embedding="hashing", dtype=dtype
-    ) as index:
-        index.add([Document(source="text", text=text) for text in TEXTS[:1]])
+    with text_index(tmp_path / "index", folder, TEXTS[:1], dtype=dtype) as index:
         engine = KVEngine(index, max_tokens=2, policy="none", session_bytes=0)
         off = KVEngine(index, max_tokens=2, policy="none", links="off")
         for prompt in ("Nothing of it.", f"{TEXTS[0]}\n\nQuestion: who?", TEXTS[0] + " So?"):

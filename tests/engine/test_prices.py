@@ -48,9 +48,6 @@ def test_reuse_is_priced_by_its_rows_and_its_look() -> None:
     assert BY_LAUNCH.of_reuse(TwoStagePolicy(), SPANS, 100) == pytest.approx(2.0)
 
 
-"""A turn as Open WebUI writes it: instructions, passages, a question."""
-
-
 def test_a_slow_store_is_tried_again() -> None:
     waited = Pace()
     pricing = Pricing(BY_ROW, waited)

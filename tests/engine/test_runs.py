@@ -19,7 +19,7 @@ from kvrag.ingest.index import Index
 from kvrag.llms.vllm.plan import TokenFinder
 from kvrag.models.kv_model import KVModel
 from kvrag.models.writers import CACHE_ARGUMENT
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import save_model
 
 NAMES = re.findall(r"\w+", "Ines Tomas Varn Berta Carlo Dora Emil Frida Gusti Hanna Ivo Jana")
 TEXT = "\n\n".join(
@@ -33,8 +33,7 @@ QUESTION = "\n\nQuestion: who keeps it?\nAnswer:"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("runs")
-    make_model("llama", head_dim=32).save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+    save_model(folder / "model", head_dim=32)
     return str(folder)
 
 

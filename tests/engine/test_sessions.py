@@ -271,13 +271,7 @@ def test_without_room_nothing_is_kept(index: Index, session_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"reuse": False},
-        {"eviction": "streaming:recent=16"},
-        {"ttft": 30.0},
-    ],
-    ids=str,
+    "options", [{"reuse": False}, {"eviction": "streaming:recent=16"}, {"ttft": 30.0}], ids=str
 )
 def test_what_cannot_be_kept_is_not(index: Index, options: dict[str, Any]) -> None:
     engine = KVEngine(index, max_tokens=4)
@@ -287,9 +281,6 @@ def test_what_cannot_be_kept_is_not(index: Index, options: dict[str, Any]) -> No
     engine.generate(prompt)
     assert engine.generate(prompt, **options).report.num_kept == 0
     assert len(kept_of(engine)) == 1
-
-
-# -- who may take what ---------------------------------------------------------------------------
 
 
 # -- answers that end early ----------------------------------------------------------------------

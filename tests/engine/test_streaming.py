@@ -1,21 +1,23 @@
 """Prompts whose KV is streamed towards a time to first token, from a server that may fail."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvrag.chunk import ChunkKey, Document
+from kvrag.chunk import Document
 from kvrag.codec.container import RecordReader
 from kvrag.engine.engine import KVEngine
 from kvrag.fusion.slices import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
-from kvrag.store.base import RecordWrapper, Store, StoredRecord, StoreWrapper, read_whole
+from kvrag.store.base import read_whole
 from kvrag.store.file import FileStore
 from kvrag_bench.shapes import random_model, random_text
+from tests.engine.test_loading import WatchedStore
 from tests.support.proxy import FaultyProxy
 from tests.support.web_server import WebServer
 
@@ -121,33 +123,6 @@ def test_without_time_the_least_is_loaded(index: Index, prompt: str) -> None:
     assert engine.stream_counts["deadlines"] == {"missed": 1}
 
 
-class Failing(StoreWrapper):
-    """Does something before a read of a record, counted over all records, one at a time."""
-
-    def __init__(self, inner: Store, before: Callable[[int], None]) -> None:
-        super().__init__(inner)
-        self.num_reads = 0
-        self.lock = threading.Lock()
-        self.before = before
-
-    def open(self, key: ChunkKey) -> StoredRecord | None:
-        record = self.inner.open(key)
-        return None if record is None else _Failing(record, self)
-
-
-class _Failing(RecordWrapper):
-    def __init__(self, inner: StoredRecord, store: Failing) -> None:
-        super().__init__(inner)
-        self._store = store
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        if offset:  # not the header
-            with self._store.lock:
-                self._store.before(self._store.num_reads)
-                self._store.num_reads += 1
-        self.inner.read_into(offset, buffer)
-
-
 def check_right(engine: KVEngine, prompt: str, plain: torch.Tensor, ttft: float) -> Any:
     fused = engine.fuse(prompt, ttft=ttft)
     torch.testing.assert_close(fused.logits, plain, rtol=1e-3, atol=1e-4)
@@ -161,11 +136,14 @@ def check_right(engine: KVEngine, prompt: str, plain: torch.Tensor, ttft: float)
 def test_a_server_that_is_killed_in_mid_stream(
     index: Index, server: WebServer, prompt: str, plain: torch.Tensor, num_reads: int
 ) -> None:
-    def before(number: int) -> None:
-        if number == num_reads:
-            server.stop()
+    lock, reads = threading.Lock(), count()
 
-    index.store = Failing(index.store, before)
+    def on_read(_: int) -> None:
+        with lock:
+            if next(reads) == num_reads:
+                server.stop()
+
+    index.store = WatchedStore(index.store, on_read)
     report = check_right(KVEngine(index, **FULL), prompt, plain, ttft=30.0)
     # The coarsest plane of the first chunk may have come with its header.
     assert set(report.misses) == {MISS_UNREADABLE}

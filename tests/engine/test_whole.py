@@ -33,7 +33,7 @@ from kvrag.pml.engine import PMLEngine
 from kvrag.tune.calibrate import calibrate
 from kvrag.tune.stores import PriceTable, measure_and_choose
 from kvrag_testing.bench_top import TEXTS
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import save_model
 
 DOCUMENTS = [Document(f"doc-{number}", text) for number, text in enumerate(TEXTS)]
 QUESTION = "Who keeps the tower, and since when?"
@@ -45,8 +45,7 @@ def index(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("whole")
-    make_model(request.param).save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+    save_model(folder / "model", request.param)
     made = Index.create(
         folder / "index", model=folder / "model", embedding="hashing", chunk_tokens=64
     )
@@ -60,8 +59,7 @@ def index(
 @pytest.fixture(scope="module")
 def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     folder = tmp_path_factory.mktemp("lfm2")
-    make_model("lfm2", max_position_embeddings=600).save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+    save_model(folder / "model", "lfm2", max_position_embeddings=600)
     with Index.create(folder / "index", model=folder / "model", embedding="hashing") as made:
         made.add(DOCUMENTS[:4])
         yield made

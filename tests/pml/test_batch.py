@@ -7,13 +7,11 @@ import pytest
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
 from kvrag.fusion.slices import MISS_DAMAGED
-from kvrag.ingest.index import Index
-from kvrag.models.kv_model import KVModel
 from kvrag.pml.batch import SharedPrompts, generate_batch
 from kvrag.pml.engine import PMLEngine
 from kvrag_testing.bench_top import relative_difference
 from tests.pml.test_engine import WHOLE
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import text_index
 
 PROMPTS = [
     "<prompt schema='s'><m0/><m2/> Who keeps it?</prompt>",
@@ -25,8 +23,7 @@ PROMPTS = [
 
 @pytest.fixture(params=["llama", "mistral-sliding", "gemma3", "bloom", "gpt2", "falcon-alibi"])
 def pml(request: pytest.FixtureRequest, tmp_path: Path):
-    model = KVModel(make_model(request.param), make_tokenizer())
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+    with text_index(tmp_path / "index", request.param, ()) as index:
         engine = PMLEngine(KVEngine(index))
         engine.encode(WHOLE)
         yield engine

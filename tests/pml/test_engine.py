@@ -10,12 +10,11 @@ from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexFormatError, ParameterError, PMLError, PromptTooLongError
 from kvrag.fusion.slices import MISS_ABSENT
-from kvrag.ingest.index import Index
 from kvrag.ingest.maintenance import KEPT_FOLDER
 from kvrag.models.kv_model import KVModel
 from kvrag.pml.engine import Passage, PMLEngine
 from kvrag_testing.bench_top import TEXTS, relative_difference
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import text_index
 
 MODULES = "".join(f"<module name='m{n}'>{text}</module>\n" for n, text in enumerate(TEXTS))
 WHOLE = f"<schema name='s'>{MODULES}</schema>"
@@ -83,9 +82,8 @@ def test_a_module_that_is_also_a_chunk_is_stored_once(pml: PMLEngine, chunks_fir
 
 @pytest.mark.parametrize("family", ["llama", "falcon-rope", "gpt2"])
 def test_answers_behind_gaps_equal_plain_decoding(family: str, tmp_path) -> None:
-    model = KVModel(make_model(family), make_tokenizer())
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
-        pml = PMLEngine(KVEngine(index))
+    with text_index(tmp_path / "index", family, ()) as index:
+        pml, model = PMLEngine(KVEngine(index)), index.model
         pml.encode(WHOLE)
         placed = pml.place(GAPPED)
         positions = placed.layout.positions
@@ -172,10 +170,9 @@ def test_a_scaffold_is_used_when_all_of_it_is_imported(pml: PMLEngine) -> None:
 def test_schemas_without_room_are_refused_with_their_place(
     tmp_path: Path, markup: str, line: int, words: str
 ) -> None:
-    model = KVModel(make_model("llama"), make_tokenizer())
     path = tmp_path / "s.xml"
     path.write_text(f"<schema name='s'>{markup}</schema>")
-    with Index.create(tmp_path / "index", model=model, embedding="hashing") as index:
+    with text_index(tmp_path / "index", "llama", ()) as index:
         with pytest.raises(PMLError, match=f"{words}.*holds 2,048") as raised:
             PMLEngine(KVEngine(index)).encode(path)
         assert str(raised.value).startswith(f"{path}:{line}:")

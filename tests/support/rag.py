@@ -65,9 +65,9 @@ def text_index(folder: Path, model: Any, texts: Sequence[str] = TEXTS, **options
     return index
 
 
-def save_model(folder: Path, seed: int = 0) -> PreTrainedModel:
-    """Save a tiny random model with its tokenizer; the same seed gives the same weights."""
-    model = make_model("llama", seed=seed)
+def save_model(folder: Path, family: str = "llama", **options: Any) -> PreTrainedModel:
+    """Save a tiny random model with its tokenizer; `options` are those of `make_model`."""
+    model = make_model(family, **options)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return model

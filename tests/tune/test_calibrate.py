@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvrag.chunk import Document
 from kvrag.engine.asking import Asking
 from kvrag.engine.engine import KVEngine
 from kvrag.engine.request import Request
@@ -17,13 +16,12 @@ from kvrag.models.kv_model import KVModel
 from kvrag.tune.calibrate import CalibrationOptions, calibrate, usual_choice
 from kvrag_testing.bench_top import TEXTS
 from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import text_index
 
 
 def make_index(folder: Path, *texts: str, context: str | None = None) -> Index:
     model = KVModel(make_model(num_hidden_layers=2), make_tokenizer())
-    index = Index.create(folder, model=model, embedding="hashing", context=context)
-    index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(texts)])
-    return index
+    return text_index(folder, model, texts, context=context)
 
 
 def test_no_question_holds_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.options import engine_options
 from kvrag.llms.vllm.settings import ConnectorSettings
-from tests.support.models import HEAD, VOCAB_SIZE, make_model, make_tokenizer
+from tests.support.models import HEAD, VOCAB_SIZE
+from tests.support.rag import save_model, text_index
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -62,12 +62,8 @@ def vllm() -> Any:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     """An index of `TEXTS`, one chunk each, with a model whose heads vLLM's CPU kernels take."""
     folder = tmp_path_factory.mktemp("served")
-    make_model("llama", head_dim=32).save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    with Index.create(
-        folder / "index", model=folder / "model", embedding="hashing", codec="raw"
-    ) as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+    save_model(folder / "model", head_dim=32)
+    with text_index(folder / "index", folder / "model", TEXTS, codec="raw") as index:
         yield index
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import EngineError
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.settings import RequestParams
-from tests.support.models import make_model, make_tokenizer
+from tests.support.rag import save_model, text_index
 from tests.vllm.conftest import TEXTS, make_prompt, running
 from tests.vllm.reference import assert_same, expected, given, reused, sampling
 
@@ -104,10 +103,8 @@ class _Nothing:
 @pytest.mark.parametrize("family", ["qwen3", "mistral-sliding"])
 def test_other_families(vllm: Any, tmp_path: Path, family: str) -> None:
     overrides = {} if family == "qwen3" else {"head_dim": 32}
-    make_model(family, **overrides).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    with Index.create(tmp_path / "index", model=tmp_path / "model", embedding="hashing") as index:
-        index.add([Document(source=str(i), text=text) for i, text in enumerate(TEXTS[:4])])
+    save_model(tmp_path / "model", family, **overrides)
+    with text_index(tmp_path / "index", tmp_path / "model", TEXTS[:4]) as index:
         engine = KVEngine(index, links="off")
         with running(vllm, index) as llm:
             prompt = make_prompt(3, 1)

@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 
-from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.ingest.index import Index
 from kvrag.llms.vllm.settings import RequestParams
-from tests.support.models import make_model, make_tokenizer
+from kvrag_testing.store_contract import stored
+from tests.support.rag import save_model, text_index
 from tests.vllm.conftest import TEXTS, make_prompt, running
 from tests.vllm.reference import ask, assert_same, expected, given, reused
 
@@ -24,11 +24,8 @@ POLICIES = ("none", "boundary", "two_stage", "deviation", "gradual")
 def by_heads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
     """An index whose records store each head apart."""
     folder = tmp_path_factory.mktemp("by-heads")
-    make_model("llama", head_dim=32).save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    options: Any = {"model": folder / "model", "embedding": "hashing", "codec": "raw-heads"}
-    with Index.create(folder / "index", **options) as index:
-        index.add([Document(source=f"text-{i}", text=text) for i, text in enumerate(TEXTS)])
+    save_model(folder / "model", head_dim=32)
+    with text_index(folder / "index", folder / "model", TEXTS, codec="raw-heads") as index:
         yield index
 
 
@@ -92,17 +89,14 @@ def test_a_lost_record_is_computed_by_all(llm: Any, oracle: KVEngine, by_heads: 
     prompt = make_prompt(8, 9)
     (lost,) = by_heads.get_chunks(by_heads.catalog.chunk_ids_of("text-9"))
     key = by_heads.key_of(lost)
-    record = by_heads.store.open(key)
-    content = bytearray(record.size_bytes)
-    record.read_into(0, memoryview(content))
-    record.close()
+    content = stored(by_heads.store, key)
     damaged = bytearray(content)
     damaged[-1] ^= 1  # the last head's, in the last layer: one worker sees it
     by_heads.store.replace(key, bytes(damaged))
     try:
         output = ask(llm, oracle, prompt, RequestParams(policy="none"))
     finally:
-        by_heads.store.replace(key, bytes(content))
+        by_heads.store.replace(key, content)
     # The first text stands where it was encoded, so nothing is approximate any more.
     assert_same(given(output), expected(oracle, prompt))
     if llm.is_split_by_heads:

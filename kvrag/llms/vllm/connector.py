@@ -411,7 +411,9 @@ class SchedulerSide:
         for request_id, reports in outcome.reports.items():
             if (known := self._known.get(request_id)) is not None:
                 known.reports.update(reports)
-                if any(_misses_more(report, known.plan) for report in reports.values()):
+                planned = known.plan.layout.misses if known.plan else {}
+                most = max(sum(report.misses.values()) for report in reports.values())
+                if most > sum(planned.values()):
                     # A lost chunk was computed instead.
                     known.take_own_salt()
         for request_id, reason in outcome.failures.items():
@@ -434,12 +436,6 @@ class SchedulerSide:
         if len(reports) > 1:
             said["bytes_by_worker"] = [report.bytes_loaded for report in reports]
         return {PARAMS: said}
-
-
-def _misses_more(report: FusionReport, plan: LoadPlan | None) -> bool:
-    """Return whether fusing had more misses than planned."""
-    planned = {} if plan is None else plan.layout.misses
-    return sum(report.misses.values()) > sum(planned.values())
 
 
 def _whole(reports: Sequence[FusionReport], request: Request) -> FusionReport:

@@ -174,13 +174,10 @@ def _extra_config(transfer: KVTransferConfig | None) -> dict[str, Any] | None:
     if transfer is None:
         return None
     extra: dict[str, Any] = transfer.kv_connector_extra_config
-    if transfer.kv_connector == CONNECTOR:
-        return extra
+    known = [(transfer.kv_connector, extra)]
     for one in extra.get("connectors", ()):
-        if one.get("kv_connector") == CONNECTOR:
-            found: dict[str, Any] = one.get("kv_connector_extra_config", {})
-            return found
-    return None
+        known.append((one.get("kv_connector"), one.get("kv_connector_extra_config", {})))
+    return next((settings for name, settings in known if name == CONNECTOR), None)
 
 
 def fusing(vllm_config: VllmConfig, index_config: IndexConfig) -> Fusing:
