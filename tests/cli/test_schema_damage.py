@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.support.folders import pack_all
 
 QUESTION = "Who keeps the harbour ledger?"
 
@@ -43,10 +44,18 @@ def test_the_catalog_is_named_repaired_and_healed(run: Run, index: Path, documen
     spoil_schema(index / "catalog.sqlite")
     for command in (["ls"], ["stats"], ["verify"], ["query", QUESTION]):
         done = run(*command, "--index", index, code=1)
-        assert "catalog.sqlite is damaged or not a catalog" in done.err
+        assert "catalog.sqlite is damaged" in done.err
         assert "kvrag verify --repair" in done.err
     run("verify", "--repair", "--index", index, code=1)
     run("ingest", documents, "--index", index)
+    run("verify", "--index", index)
+
+
+def test_the_table_of_records_is_made_anew(run: Run, index: Path) -> None:
+    pack_all(index / "kv")  # as 0.2 wrote it
+    spoil_schema(index / "kv" / "records.sqlite")
+    run("query", "--index", index, QUESTION, "--max-tokens", 2)
+    run("verify", "--repair", "--index", index)
     run("verify", "--index", index)
 
 
