@@ -255,7 +255,7 @@ def recode_records(
 def check_room(storage: Storage, needed: Mapping[ChunkKey, int], codec: str) -> None:
     """Raise StoreError if the disk has no room for all records in another codec."""
     per_token = replace(storage.config, codec=codec).expected_bytes_per_token
-    more = sum(needed.values()) * per_token - storage.store.size_bytes()
+    more = sum(needed.values()) * per_token - sum(dict(storage.store.sizes()).values())
     free = shutil.disk_usage(storage.path).free
     if more > free:
         raise StoreError(

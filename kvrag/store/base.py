@@ -91,10 +91,6 @@ class Store(Protocol):
         """Iterate over all keys, as `sizes` does."""
         return (key for key, _ in self.sizes())
 
-    def size_bytes(self) -> int:
-        """Total size of all records, in bytes."""
-        return sum(size for _, size in self.sizes())
-
     @abstractmethod
     def note_damage(self, key: ChunkKey) -> None:
         """Report a damaged record: the bytes read are not the bytes written.

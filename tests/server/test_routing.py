@@ -131,7 +131,7 @@ def test_conversations_without_a_key_stay_at_their_replica(tmp_path: Path) -> No
 @contextmanager
 def replica(index: Index) -> Iterator[Served]:
     """A server with memory for 60 % of the records, before the index's folder."""
-    limit = int(0.6 * index.store.size_bytes())
+    limit = int(0.6 * sum(dict(index.store.sizes()).values()))
     store = f"tiered:memory:?limit={limit}|{index.store.url}"
     with Index.open(index.path, store=store) as opened:
         engine = KVEngine(opened, max_tokens=16, session_bytes=0)

@@ -116,7 +116,6 @@ def test_what_cannot_be_used_is_named(
         ("delete", lambda store: store.delete(key_number(0))),
         ("sizes", lambda store: list(store.sizes())),
         ("sizes", lambda store: list(store.keys())),
-        ("sizes", lambda store: store.size_bytes()),
         ("collect_garbage", lambda store: store.collect_garbage()),
         ("__init__", lambda store: open_store("lake://north")),
     ],
