@@ -45,7 +45,7 @@ class Served(StoreWrapper):
     def __init__(self, inner: HttpStore, folder: FileStore) -> None:
         super().__init__(inner)
         self.put, self.replace, self.delete = folder.put, folder.replace, folder.delete
-        self.sizes, self.keys, self.size_bytes = folder.sizes, folder.keys, folder.size_bytes
+        self.sizes, self.keys = folder.sizes, folder.keys
         self.folder = folder
 
     def counts(self):
