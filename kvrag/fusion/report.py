@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrag.arguments import QUANTISED
 from kvrag.eviction import EvictionReport
-from kvrag.fusion.layout import Layout
 from kvrag.loading.cost import ChunkDecision
 from kvrag.loading.stream_plan import StreamReport
+
+if TYPE_CHECKING:
+    from kvrag.fusion.layout import Layout
 
 FULL_PREFILL = "full prefill"
 """The policy of models that compute prompts as wholes (`kvrag.fusion.whole`)."""
