@@ -80,6 +80,7 @@ def stats(
     if not values["bytes_per_token"]:
         values["bytes_per_token"] = "no KV is stored: the model computes each prompt as a whole"
         del values["stored_bytes_per_token"]
+    values["writer"] = values["writer"] or "none"
     console.print_fields(values)
     if counted is not None:
         since = datetime.fromtimestamp(counted.since).strftime("%Y-%m-%d %H:%M")

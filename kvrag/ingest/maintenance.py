@@ -419,7 +419,7 @@ def kept_keys(folder: Path) -> dict[str, int]:
 
 _OF_CONFIG = (
     *("model", "dtype", "embedding", "chunk_tokens", "context", "context_tokens"),
-    *("control_tokens", "bytes_per_token"),
+    *("trust", "writer", "control_tokens", "bytes_per_token"),
 )
 
 

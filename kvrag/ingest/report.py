@@ -133,6 +133,8 @@ class IndexStats(Report):
         URL of the store of KV, without a password.
     context, context_tokens
         What precedes chunks when they are encoded, and its largest size in tokens (0: no limit).
+    trust, writer
+        From where `similar` takes it, and the fingerprint of the writer, "" without one.
     control_tokens
         What happens to the model's control strings in documents.
     num_records
@@ -163,6 +165,8 @@ class IndexStats(Report):
     chunk_tokens: int
     context: str
     context_tokens: int
+    trust: str
+    writer: str
     control_tokens: str
     num_prefix_tokens: int
     num_documents: int

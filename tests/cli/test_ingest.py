@@ -76,6 +76,7 @@ def test_context_is_recorded_told_and_cannot_change(
     assert "tokens of context computed with them, not stored" in done.out
     stats = run("stats", "--index", common[3], "--json").json
     assert (stats["context"], stats["context_tokens"]) == ("document", 20)
+    assert (stats["trust"], stats["writer"]) == ("index", "")
     for same in ("document", "document:20"):
         run(*common, "--context", same)
     other = run(*common, "--context", "neighbours", code=1)

@@ -113,6 +113,7 @@ def test_a_lost_record_is_made_again_and_gc_keeps_the_writer(index: Index, model
     assert index.upkeep.verify(repair=True).num_repaired == len(TEXTS)
     assert stored_bytes(index) == before
     index.upkeep.gc()
+    assert index.stats().writer == index.config.writer != ""
     index.close()
     with Index.open(index.path, model=model) as again:
         assert stored_bytes(again) == before
