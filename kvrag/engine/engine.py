@@ -122,7 +122,16 @@ class KVEngine(OfProcess):
         """When the batch of answers was last advanced, by `time.perf_counter`."""
         return self._scheduler.moved
 
-    def ask(self, question: str, k: int = 4, **options: Any) -> Answer:
+    def ask(
+        self,
+        question: str,
+        k: int = 4,
+        *,
+        history: Sequence[Message] = (),
+        filter: Mapping[str, Any] | None = None,
+        reranker: Reranker | None = None,
+        **options: Any,
+    ) -> Answer:
         """Answer a question from the index: search, build the prompt, generate, name the sources.
 
         For the pieces of the answer as they are written, or for event loops and batches, give what
@@ -130,8 +139,8 @@ class KVEngine(OfProcess):
 
         Parameters
         ----------
-        question, k, options
-            See `question`; its other parameters are options here.
+        question, k, history, filter, reranker, options
+            See `question`.
 
         Raises
         ------
@@ -140,7 +149,9 @@ class KVEngine(OfProcess):
         PromptTooLongError
             If the chunks and the history leave no room in the context window.
         """
-        return self.generate(self.question(question, k, **options))
+        return self.generate(
+            self.question(question, k, history=history, filter=filter, reranker=reranker, **options)
+        )
 
     def question(
         self,
