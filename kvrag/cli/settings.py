@@ -223,12 +223,24 @@ def _option(place: Place, name: str, command: Any, context: Any) -> Any:
 
 def _taken(where: str, value: Any, option: Any, context: Any) -> Any:
     """Return what an option makes of a value."""
+    kind = option.type_descriptor.annotation
+    if option.is_flag:
+        is_right, expected = isinstance(value, bool), "true or false"
+    elif option.multiple:
+        is_right = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        expected = "a list of texts"
+    else:  # to Python, a flag is a number; an empty path would mean the working directory
+        is_number, expected = (
+            kind in (int, float, Any),
+            "a number" if kind in (int, float) else "text",
+        )
+        right = str | int | float if is_number else str
+        is_right = isinstance(value, right) and not isinstance(value, bool) and value != ""
     try:
-        # To Python, a flag is a number. An empty path would mean the working directory.
-        if isinstance(value, bool) is not option.is_flag or value == "":
-            expected = "true or false" if option.is_flag else "a value, neither empty nor a flag"
+        if not is_right:
             raise TypeError(f"expected {expected}")
-        return option.process_value(context, value)
+        # As the command line gives it to a parser of kvrag's own.
+        return option.process_value(context, str(value) if kind is Any else value)
     except (typer.BadParameter, TypeError) as error:
         why = getattr(error, "message", error)
         raise ParameterError(f"{where} = {arguments.shown(value)}: {why}") from error

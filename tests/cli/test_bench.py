@@ -11,6 +11,8 @@ from kvrag.fusion.links import FILE_NAME as LINKS_NAME
 from kvrag.fusion.links import LinkTokens
 from kvrag.models.kv_model import KVModel
 from kvrag_bench.exact import ExactRow
+from kvrag_bench.peers import run as measuring
+from kvrag_bench.peers.workload import VISITS
 from tests.cli.conftest import Run
 
 CONTEXTS = [
@@ -97,6 +99,25 @@ def test_exact_fails_where_something_differs(run: Run, monkeypatch: pytest.Monke
     done = run("bench", "exact", code=1)
     assert "1 of 4 answer tokens" in done.err
     assert "5.0e-01" in done.out
+
+
+@pytest.mark.parametrize("failure", ["", "it broke"])
+def test_peers_have_an_exit_code_and_a_picture(
+    run: Run, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = {"ttft_seconds": 1.0, "seconds_per_token": 0.0, "text": "a", "full_text": "a"}
+    answer["full_seconds"] = 1.0
+    result: dict[str, Any] = {"failure": failure}
+    if not failure:
+        answers = [{"visit": visit, **answer} for visit in VISITS]
+        result = {"settings": "s", "version": "1", "peak_bytes": 5, "answers": answers}
+    monkeypatch.setattr(measuring, "_in_a_process", lambda *_: result)
+    picture = tmp_path / "rows.png"
+    asked = ("bench", "peers", "--model", "kvrag-tiny", "--peers", "transformers")
+    code = int(bool(failure))
+    run(*asked, "--picture", picture, code=code)
+    assert picture.exists() is not bool(failure)
+    run(*asked, "--json", code=code)
 
 
 def test_quality(run: Run, model_folder: Path, data: Path, tmp_path: Path) -> None:

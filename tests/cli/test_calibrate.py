@@ -3,7 +3,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from kvrag.fusion.controller import Calibration
+import pytest
+
+from kvrag.cli.calibrate import _sentence
+from kvrag.fusion.controller import Calibration, Measured
 from tests.cli.conftest import Run
 
 QUESTION = "Who keeps the harbour ledger?"
@@ -30,6 +33,24 @@ def test_auto_follows_a_calibration(run: Run, index_folder: Path) -> None:
     bounded = run(*asked, "--ratio", "0").json["report"]
     assert bounded["policy"] == "none"
     assert bounded["num_recomputed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"),
+    [
+        (3.21, "comes about 3.2 times sooner, for"),
+        (1.04, "comes about as soon, for"),
+        (0.5, "comes about 2.0 times later, for"),
+        (2e5, "comes at a time that so few questions do not tell, for"),
+        (0.0, "comes at a time that so few questions do not tell, for"),
+    ],
+)
+def test_the_sentence_says_how_soon(speed: float, said: str) -> None:
+    measured = Measured("query", 0.1, 0.02, 0.01, 0.03)
+    assert said in _sentence([(measured, speed)], 5)
+    assert f"query at 10% loses 2.0%, {said[6:-5]}." in _sentence(
+        [(measured, 9.0), (measured, speed)], 5
+    )
 
 
 def test_what_loading_costs_holds_for_the_store_it_was_measured_at(
@@ -63,3 +84,18 @@ def test_a_calibration_of_another_model_is_refused(run: Run, index_folder: Path)
     path.write_text("{")
     done = run("query", "-i", index_folder, QUESTION, "--policy", "auto", code=1)
     assert "run 'kvrag calibrate' again" in done.err
+
+
+def test_what_cannot_be_kept_is_not_measured(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvrag.tune import calibrate as module
+
+    def measured(*_: object) -> None:
+        raise AssertionError("was measured")
+
+    monkeypatch.setattr(module, "calibrate", measured)
+    (index_folder / "calibration.json").mkdir()
+    done = run("calibrate", "-i", index_folder, *SMALL, code=1)
+    assert "calibration.json" in done.err
+    assert "directory" in done.err

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.cli.demo import _PAGES, read_questions
+from kvrag.cli.demo import _NUM_QUESTIONS, _PAGES, read_questions
 from kvrag.errors import KVRagError
 from kvrag.ingest.index import Index
 from kvrag.weights.named import NamedModel, named_model
@@ -117,6 +117,18 @@ def test_the_real_model_answers_from_the_handbook(run: Run) -> None:
     assert plain["num_right"] >= 7
     assert fused["num_right"] >= 7
     assert fused["median_ttft_seconds"] < plain["median_ttft_seconds"]
+
+
+def test_the_handbook_answers_its_questions() -> None:
+    pages = [page.read_text("utf-8") for page in (EXAMPLES / "handbook").glob("*.md")]
+    questions = read_questions(EXAMPLES / "handbook-questions.json")
+    for question in questions:
+        assert question.answers
+        assert any(question.is_right(page) for page in pages), question.question
+    shown = [(EXAMPLES / "handbook" / page).read_text("utf-8") for page in _PAGES]
+    assert len(shown) < len(pages)
+    for question in questions[:_NUM_QUESTIONS]:
+        assert any(question.is_right(page) for page in shown), question.question
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"q": "?"}]', '{"a": 1}'])

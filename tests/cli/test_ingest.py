@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrag.ingest import code, loaders
 from kvrag.ingest.plan import Plan
 from kvrag.ingest.ray import RayRunner
 from kvrag.ingest.stages import Run as Computing
@@ -140,6 +141,20 @@ def test_a_folder_with_nothing_to_read_is_told(
     assert " .pdf " in done.err
     assert ".parquet is read with --ray" in done.err
     assert "no file of a known kind" not in run(*common).err
+
+
+def test_code_without_its_grammar_is_noted_once(
+    run: Run, common: tuple[object, ...], documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.py", "b.py", "c.rs"):
+        (documents / name).write_text("# One\nlet = 1\n")
+    monkeypatch.setattr(code, "is_installed", lambda suffix: False)
+    monkeypatch.setattr(loaders, "is_installed", lambda suffix: False)
+    named = [documents / name for name in ("a.py", "b.py", "c.rs")]
+    done = run("ingest", *named, *common[1:])
+    assert done.err.count("source code (.py .rs) was read as plain text; pip install") == 1
+    again = run("ingest", *named, *common[1:])
+    assert "plain text" not in again.err
 
 
 def test_the_json_of_a_dry_run_says_what_it_takes(

@@ -59,6 +59,12 @@ def test_the_table_of_records_is_made_anew(run: Run, index: Path) -> None:
     run("verify", "--index", index)
 
 
+def test_counters_are_no_reason_to_answer_nothing(run: Run, index: Path) -> None:
+    spoil_schema(index / "counters.sqlite")
+    for command in (["query", QUESTION, "--max-tokens", 2], ["stats"], ["verify"]):
+        run(*command, "--index", index)
+
+
 def test_words_are_indexed_anew(run: Run, index: Path) -> None:
     run("search", "--sparse", "--index", index, "ledger")
     before = run("search", "--sparse", "--index", index, "ledger", "--json").json["hits"]

@@ -77,6 +77,26 @@ def test_a_filter_narrows_the_search(run: Run, index_folder: Path, options: list
         assert why in " ".join(done.err.split())
 
 
+def test_times_of_json_lines_are_compared(run: Run, model_folder: Path, tmp_path: Path) -> None:
+    moments = ["2024-03-01 12:30", "2024-03-01T10:00", "2024-03-01T13:00+02:00", "soon"]
+    rows = [{"text": f"Fox {n}.", "when": when} for n, when in enumerate(moments)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    index = ("--index", tmp_path / "index")
+    settings = ("--model", model_folder, "--embedding", "hashing")
+    run("ingest", tmp_path / "rows.jsonl", *index, *settings)
+    for wanted, expected in (
+        ({"$gte": "2024-03-01T10:30:00Z"}, ["Fox 0.", "Fox 2."]),
+        ({"$lt": "2024-03-01T11:00:00"}, ["Fox 1."]),
+        ("2024-03-01T12:30:00", ["Fox 0."]),
+        ("2024-03-01 12:30", ["Fox 0."]),
+        ("soon", ["Fox 3."]),
+    ):
+        hits = run(
+            *("search", "fox", *index, "--filter", json.dumps({"when": wanted}), "--json")
+        ).json["hits"]
+        assert sorted(hit["text"].strip() for hit in hits) == expected
+
+
 def test_modes_exclude_each_other(run: Run, index_folder: Path) -> None:
     for options in (("--dense", "--sparse"), ("--dense", "--rerank", "x")):
         done = run("search", "the river", "-i", index_folder, *options, code=1)

@@ -273,6 +273,17 @@ def test_a_server_that_ends_in_mid_answer(run: Run, index_folder: Path) -> None:
     assert done.err.count("ended before it had answered") == 1
 
 
+def test_a_server_that_says_nothing(
+    run: Run, index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(through, "_GREETING_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(socket_path(index_folder))
+        listener.listen()
+        done = run("query", "--index", index_folder, QUESTION, "--max-tokens", 2)
+    assert "does not answer" in done.err
+
+
 def test_the_end_waits_for_no_long_prompt(
     index_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -315,6 +315,23 @@ def test_after_a_kill_the_same_name_is_accepted(
         assert list(folder.iterdir()) == []
 
 
+def test_a_document_of_which_a_part_fails_is_not_added(
+    writable: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = HashingEmbedding.embed
+
+    def failing(self: HashingEmbedding, texts: list[str]) -> Any:
+        if any("Ines 7" in text for text in texts):
+            raise ValueError("no")
+        return embed(self, texts)
+
+    monkeypatch.setattr(HashingEmbedding, "embed", failing)
+    answer = put(writable, "table.csv", ROWS)
+    assert steps(answer)[-1]["error"]["code"] == "not_added"
+    assert sources(writable) == ["ledger"]
+    assert list(uploads_path(writable.engine.index.path).iterdir()) == []
+
+
 def test_a_stop_ends_an_ingestion(tmp_path: Path) -> None:
     with make_index(tmp_path, chunk_tokens=20) as index:
         engine = KVEngine(index)

@@ -1,7 +1,9 @@
 """Clients that go away, wrong and oversized bodies, hosts, origins, and what is counted."""
 
+import errno
 import json
 import socket
+import sqlite3
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from kvrag.engine.engine import KVEngine
-from kvrag.errors import StoreUnreachableError
+from kvrag.errors import IndexLockedError, StoreError, StoreUnreachableError
 from kvrag.server import gate
 from kvrag.server.app import ServerOptions
 from kvrag.server.gate import MAX_PROMPT_BYTES
-from kvrag.server.problems import validation_problem
+from kvrag.server.problems import as_problem, validation_problem
 from kvrag.server.requests import MAX_FIELDS, ChatRequest
 from tests.support.api_server import Served, serving
 from tests.support.rag import PASSAGES, Rag
@@ -178,6 +180,12 @@ def test_wrong_routes(served: Served, path: str, method: str, status: int) -> No
     assert f"no route {method} '{path}'" in error["message"]
 
 
+def test_endless_headers_are_refused(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000)
+        assert b" 400 " in connection.recv(100)
+
+
 def test_another_host_is_refused_without_keys(served: Served) -> None:
     for host, status in (
         ("evil.example", 403),
@@ -246,6 +254,28 @@ def test_no_second_request_hides_in_a_body(served: Served) -> None:
             received += piece
     assert received.count(b"HTTP/1.1 ") == 1
     assert received.startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "why"),
+    [
+        (OSError(errno.ENOSPC, "/secret/path"), 507, "the server's disk is full"),
+        (sqlite3.OperationalError("database or disk is full"), 507, "the server's disk is full"),
+        (OSError(errno.EMFILE, "/secret/path"), 503, "too many files open"),
+        (IndexLockedError("/secret/path"), 503, "being written to"),
+    ],
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_what_the_system_refuses(error: Exception, status: int, why: str, is_wrapped: bool) -> None:
+    if is_wrapped and not isinstance(error, IndexLockedError):
+        try:
+            raise StoreError("cannot write /secret/path") from error
+        except StoreError as outer:
+            error = outer
+    problem = as_problem(error)
+    assert problem.status == status
+    assert why in problem.message
+    assert "secret" not in problem.message
 
 
 def test_pages_of_other_origins(rag: Rag, served: Served) -> None:

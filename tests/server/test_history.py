@@ -106,6 +106,19 @@ def test_the_file_is_private_and_bounded(
         history.find("a")
 
 
+def test_a_clock_that_goes_back_loses_no_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CONVERSATIONS", 2)
+    history = History(tmp_path / "h.sqlite")
+    for number, now in enumerate((5000.0, 6000.0, 1000.0, 900.0)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        history.put("north", str(number), f"t{number}", [turn("a")])
+        assert next(one["id"] for one in history.find("north")) == str(number)
+    assert [one["title"] for one in history.find("north")] == ["t3", "t2"]
+    history.close()
+
+
 def test_a_file_of_an_earlier_version_keeps_its_order(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "h.sqlite") as file:
         file.execute(

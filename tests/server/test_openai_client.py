@@ -83,6 +83,35 @@ def test_a_seed_makes_choices_repeatable(client: OpenAI, served: Served) -> None
     assert first[2] == expected == choices(8)[1]
 
 
+def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
+    options: Any = {"model": "model", "max_tokens": 6}
+    nothing: Any = {
+        "metadata": {"run": "7"},
+        "user": "ada",
+        "store": True,
+        "service_tier": "auto",
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "modalities": ["text"],
+        "safety_identifier": "ada",
+        "prompt_cache_key": "x",
+    }
+    plain = client.chat.completions.create(messages=MESSAGES, **options)
+    same = client.chat.completions.create(messages=MESSAGES, **options, **nothing)
+    assert same.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_stop_strings_end_the_answer(client: OpenAI, served: Served) -> None:
+    whole = served.engine.generate(MESSAGES, max_tokens=12).text
+    stop = whole[len(whole) // 2 :][:2]
+    answer = client.chat.completions.create(
+        model="model", messages=MESSAGES, max_tokens=12, stop=[stop, "never said"]
+    )
+    assert answer.choices[0].message.content == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_the_report_comes_when_asked(client: OpenAI) -> None:
     def details(**options: Any) -> Any:
         answer = client.chat.completions.create(

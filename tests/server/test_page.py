@@ -12,11 +12,16 @@ import httpx
 import pytest
 
 from kvrag.chunk import Document
+from kvrag.engine.engine import KVEngine
+from kvrag.engine.prices import Prices
+from kvrag.engine.request import Request
 from kvrag.engine.verify import Verdict
+from kvrag.fusion.pricing import RowPrices
 from kvrag.server.access import ApiKey
 from kvrag.server.app import ServerOptions
 from kvrag.server.documents import uploads_path
 from kvrag.server.history import history_path
+from kvrag.server.service import about
 from tests.server.test_faults import metric, wait_until
 from tests.support.api_server import Served, lasting, saying, serving
 from tests.support.browser import PHONE, PICTURES, NewPage, ask, browsing, serious_findings, started
@@ -93,6 +98,30 @@ def test_the_page_is_that_of_its_sources(tmp_path: Path) -> None:
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), "run 'npm run build'"
 
 
+MARKS = """
+const element = () => ({ children: [], append() {}, setAttribute() {}, replaceChildren() {} });
+globalThis.document = { createElement: element };
+const { Markdown } = await import("./markdown.js");
+for (const mark of ["*a ", "**a ", "a*b ", "_a ", "*", "__", "`"]) {
+  for (const isOpen of [true, false]) {
+    new Markdown(element()).show(mark.repeat(100_000 / mark.length) + "x", isOpen);
+  }
+}
+"""
+
+
+def test_marks_that_end_nothing_are_read_in_linear_time(tmp_path: Path) -> None:
+    bundler = ROOT / "web" / "node_modules" / ".bin" / "esbuild"
+    if shutil.which("node") is None or not bundler.exists():
+        pytest.skip("needs node, and npm install in web/")
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "marks.js").write_text(MARKS)
+    source, out = ROOT / "web" / "src" / "markdown.ts", tmp_path / "markdown.js"
+    subprocess.run([bundler, source, "--bundle", "--format=esm", f"--outfile={out}"], check=True)
+    # A second, or minutes if it takes the square of the length.
+    subprocess.run(["node", "marks.js"], cwd=tmp_path, check=True, timeout=60)
+
+
 def test_a_server_with_keys_shows_the_page_and_nothing_more(rag: Rag) -> None:
     key = ApiKey(name="ada", key="key-of-ada-0123456789")
     with serving(rag.index, ServerOptions(keys=[key])) as served:
@@ -103,6 +132,26 @@ def test_a_server_with_keys_shows_the_page_and_nothing_more(rag: Rag) -> None:
             assert httpx.get(root + path).status_code == 401
         header = {"Authorization": f"Bearer {key.key}"}
         assert httpx.get(f"{root}/v1/kvrag", headers=header).json()["index"] == "index"
+
+
+@pytest.mark.parametrize("policy", ["two_stage", "none", "seam", "query:ratio=0.2"])
+def test_ways_to_answer_cost_more_the_closer_they_are_to_full_prefill(
+    rag: Rag, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    engine = KVEngine(rag.index, policy=policy)
+    monkeypatch.setattr(Prices, "known", lambda *_: None)
+    found = about(engine, "model", "rag:index", 4, keeps_history=True, can_upload=False)
+    assert {one.seconds for one in found.efforts} == {None}
+    monkeypatch.setattr(Prices, "known", lambda *_: RowPrices((1, 1000), (0.001, 1.0)))
+    found = about(engine, "model", "rag:index", 4, keeps_history=True, can_upload=False)
+    ways = [one.options for one in found.efforts]
+    assert ways[-1] == {"reuse": False}
+    assert ways.index({}) == (policy != "none")
+    for one in ways:
+        Request("", **one).over(engine.defaults).recompute.choice()
+    seconds = [one.seconds or 0.0 for one in found.efforts]
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[0] < seconds[-1]
 
 
 def test_a_chunk_in_its_document(long_served: Served) -> None:
@@ -310,6 +359,29 @@ def test_a_full_queue_a_stopped_server_and_another_try(new_page: NewPage, rag: R
     page.get_by_label("Your question").fill("And now?")
     page.keyboard.press("Enter")
     page.get_by_text("The server does not answer").wait_for()
+
+
+@pytest.mark.slow
+def test_what_went_wrong_is_in_sight_and_is_told_again(new_page: NewPage, rag: Rag) -> None:
+    history_path(rag.path).unlink(missing_ok=True)
+    with serving(rag.index, ServerOptions(keeps_history=True)) as served:
+        page = new_page(viewport={"width": 390, "height": 400})
+        page.route("**/v1/chat/completions", lambda route: route.abort())
+        ask(page, served, "Who? " * 60)
+        page.get_by_role("alert").wait_for()
+        field = page.get_by_label("Your question").bounding_box()
+        bounds = page.get_by_role("alert").bounding_box()
+        assert 0 <= bounds["y"] <= field["y"] - bounds["height"]
+        page.locator(".conversation").wait_for(state="attached")
+        page.reload()
+        page.get_by_role("button", name="Menu").click()
+        page.locator(".conversation").click()
+        page.get_by_text("This answer was not finished.").wait_for()
+        assert page.get_by_text("The model said nothing").count() == 0
+        page.unroute("**/v1/chat/completions")
+        page.get_by_role("button", name="Try again").click()
+        page.locator(".card").first.wait_for()
+        assert page.get_by_text("This answer was not finished.").count() == 0
 
 
 @pytest.mark.slow
@@ -544,6 +616,35 @@ def test_documents_are_listed_added_and_deleted(new_page: NewPage, tmp_path: Pat
         page.get_by_role("button", name="Documents").click()
         page.get_by_role("button", name="Delete note").wait_for()
         assert page.get_by_role("button", name="Read note again").count() == 0
+        (tmp_path / "birds" / "grey").mkdir(parents=True)
+        (tmp_path / "birds" / ".hidden.md").write_text("Nobody reads this.")
+        for one in ("swans.md", "grey/swans.md"):
+            (tmp_path / "birds" / one).write_text(f"Swans of {one}.")
+        page.get_by_label("Choose a folder").set_input_files(tmp_path / "birds")
+        page.get_by_text("birds - swans.md was added.").wait_for()
+        page.get_by_text("birds - grey - swans.md was added.").wait_for()
+        page.keyboard.press("Escape")
+        page.evaluate(DROP)
+        page.get_by_text("dropped.md was added.").wait_for()
+        assert len(index.documents()) == 4
+        page.evaluate(UNREADABLE)
+        page.get_by_text("The browser could not read all of ducks.").wait_for()
+
+
+# What a browser does when a person drops a file.
+DROP = """() => {
+  const dropped = new DataTransfer();
+  dropped.items.add(new File(["Ducks."], "dropped.md"));
+  document.body.dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true}));
+}"""
+# The same of a folder that is gone.
+UNREADABLE = """() => {
+  const readEntries = (_, failed) => failed(new DOMException("gone"));
+  const folder = {isDirectory: true, name: "ducks", createReader: () => ({readEntries})};
+  const items = [{webkitGetAsEntry: () => folder, getAsFile: () => null}];
+  const dropped = new Event("drop", {bubbles: true, cancelable: true});
+  document.body.dispatchEvent(Object.assign(dropped, {dataTransfer: {types: ["Files"], items}}));
+}"""
 
 
 @pytest.mark.slow

@@ -120,6 +120,20 @@ async def test_a_tenant_that_fills_the_queue_keeps_nobody_out() -> None:
             script.submit("x", tenant=tenant)
 
 
+async def test_a_cancelled_answer_is_closed_and_others_continue() -> None:
+    script = Script(max_streams=2)
+    first, _, waiting = script.submit("a", "b", "w")
+    script.submit("c")
+    await script.rest()
+    script.queue.cancel(waiting)
+    script.queue.cancel(first)
+    await script.rest()
+    assert script.happened == ["a", "b", "a.", "c"]
+    await script.end("b", "c")
+    assert [one.answer for one in script.told["b"]] == [None, LAST]
+    assert script.told["w"] == []
+
+
 async def test_an_error_ends_its_answer_alone() -> None:
     script, error = Script(), ValueError("broken")
     script.queue.submit([script.job("a", error=error), script.job("b")])
@@ -127,6 +141,18 @@ async def test_an_error_ends_its_answer_alone() -> None:
     await script.end("a", "b")
     assert script.told["a"][1:] == [error]
     assert [one.answer for one in script.told["b"]] == [None, LAST]
+
+
+async def test_a_stopped_queue_takes_nothing_and_closes_what_is_open() -> None:
+    script = Script(max_streams=1)
+    script.submit("a", "b")
+    await script.rest()
+    await script.queue.stop()
+    assert script.happened == ["a", "a."]
+    assert [str(script.told[name][-1]) for name in "ab"] == ["the server is stopping"] * 2
+    assert not script.queue.is_ready
+    with pytest.raises(BusyError, match="stopping"):
+        script.submit("c")
 
 
 async def test_it_is_not_ready_while_the_engine_stands_still(

@@ -85,6 +85,25 @@ def test_a_request_with_its_search_and_its_answer(
     assert QUESTION not in str([attributes(span) for span in spans.values()])
 
 
+def test_requests_at_the_same_time_have_their_own_answers(traced: tuple[Served, Traced]) -> None:
+    served, found = traced
+    where, body = f"{served.url}/completions", {"model": "model", "max_tokens": 8}
+    prompts = [f"Ines keeps {number} ledgers" for number in range(6)]
+    threads = [
+        threading.Thread(target=httpx.post, args=(where,), kwargs={"json": body | {"prompt": one}})
+        for one in prompts
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: len(found.spans) == 12)
+    requests = {one.context.span_id for one in found.spans if one.kind is SpanKind.SERVER}
+    parents = {one.parent.span_id for one in found.spans if one.parent is not None}
+    assert len(requests) == 6
+    assert parents == requests
+
+
 def test_what_is_refused_and_what_is_not_traced(traced: tuple[Served, Traced]) -> None:
     served, found = traced
     httpx.get(f"{served.server.url}/healthz")
