@@ -7,15 +7,16 @@ import functools
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from kvrag.errors import IndexFormatError, StoreError
+from kvrag.errors import IndexFormatError, IndexMismatchError, StoreError
 from kvrag.ingest import schema as s
 from kvrag.ingest.config import WORDS_NAME, newer_error
-from kvrag.regularfile import require_regular
+from kvrag.regularfile import open_regular, require_regular
 from kvrag.sqlitefile import (
     FileStamp,
     connect,
@@ -28,6 +29,8 @@ from kvrag.sqlitefile import (
 
 _BATCH = 500  # below SQLite's limit on the parameters of a statement
 _MAX_TRIES = 8  # of a read that another process's writes disturb
+_PAGE_BYTES = 4096
+_PLAIN = b"SQLite format 3\0"
 # What is no UTF-8 becomes other text, and the row's checksum tells it.
 _TEXT = functools.partial(str, encoding="utf-8", errors="replace")
 
@@ -110,9 +113,14 @@ class CatalogFile:
                     "the store"
                 )
             require_regular(path)
-            self._connect()
-            application = self._connection.execute("PRAGMA application_id").fetchone()[0]
-            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            try:
+                self._connect()
+                application = self._connection.execute("PRAGMA application_id").fetchone()[0]
+                version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            except self._sql.Error:
+                # Only now: closing the file ends all locks on it that this process has (POSIX).
+                check_encryption(path, cipher_key is not None)
+                raise
         except (self._sql.Error, OSError) as error:
             raise catalog_error(path, error) from error
         if (application, version) != (s.APPLICATION_ID, s.SCHEMA_VERSION):
@@ -176,13 +184,24 @@ class CatalogFile:
             # Another file is in its place: another process has encrypted it.
             with contextlib.suppress(OSError):
                 if self._inode not in (None, self.path.stat().st_ino):
-                    self._connect()
+                    self._reopen()
                     return True
             return False
         if self._stamp == file_stamp(self.path):
             return False
-        self._connect()
+        self._reopen()
         return True
+
+    def _reopen(self) -> None:
+        try:
+            self._connect()
+        except self._sql.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            raise IndexFormatError(
+                f"{self.path} was replaced by another file while it was open (encrypted, perhaps, "
+                "or moved to another key); open the index again"
+            ) from error
 
     def _connect(self) -> None:
         """Open the file; close the previous connection only then, so that a failure can retry."""
@@ -281,11 +300,18 @@ class CatalogFile:
                 yield values
         except self._sql.DatabaseError as error:
             self._note_error(error)
-            # Those after the one at which reading the table in order failed.
-            highest = self.rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
-            number = highest[0][0] if highest and isinstance(highest[0][0], int) else 0
-            rows = range(last + 1, min(number, last + 10_000_000) + 1)
-            yield from self.select_in(columns, "row", rows)
+            yield from self.select_in(columns, "row", self._rows_behind(last))
+
+    def _rows_behind(self, last: int) -> Sequence[int]:
+        """Return the row numbers after the one at which reading the table in order failed."""
+        found = self.rows(
+            "SELECT row FROM chunks INDEXED BY chunks_by_source WHERE row > ? ORDER BY row", (last,)
+        )
+        if found:
+            return [row for (row,) in found]
+        highest = self.rows("SELECT seq FROM sqlite_sequence WHERE name = 'chunks'")
+        number = highest[0][0] if highest and isinstance(highest[0][0], int) else 0
+        return range(last + 1, min(number, last + 10_000_000) + 1)
 
     def readable(self, statement: str) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a statement up to the first unreadable one."""
@@ -409,6 +435,31 @@ def catalog_error(path: Path, error: Exception) -> StoreError | IndexFormatError
 def is_lost(path: Path) -> bool:
     """Return whether there is no catalog, or an empty file in its place."""
     return not path.exists() or (path.is_file() and not path.stat().st_size)
+
+
+def check_encryption(path: Path, is_expected: bool) -> None:
+    """Raise IndexMismatchError if a catalog is encrypted and should not be, or the reverse.
+
+    A damaged catalog may pass: without a key, encrypted bytes are known by their randomness alone.
+    """
+    with open_regular(path) as file:
+        page = file.read(_PAGE_BYTES)
+    if is_expected and page.startswith(_PLAIN):
+        found, expected = "is not encrypted", "is"
+    elif not is_expected and not page.startswith(_PLAIN) and _is_random(page):
+        found, expected = "is encrypted", "is not"
+    else:
+        return
+    raise IndexMismatchError(
+        f"{path} {found}, and index.json beside it says that the index {expected}: one of the two "
+        "files is from another index. Put back the right one; if the catalog is lost, move this "
+        "one away and ingest all documents again. Nothing was changed"
+    )
+
+
+def _is_random(page: bytes) -> bool:
+    """Return whether each byte value is about as frequent as any other."""
+    return len(page) == _PAGE_BYTES and max(Counter(page).values()) < 4 * _PAGE_BYTES // 256
 
 
 def next_path(path: Path) -> Path:

@@ -355,10 +355,30 @@ def test_an_open_index_recovers_when_its_file_is_good_again(index: Index) -> Non
 
     replace(b"garbage" * 2000)
     for _ in range(2):
-        with pytest.raises(IndexFormatError, match="is damaged, encrypted with another key"):
+        with pytest.raises(IndexFormatError, match="replaced by another file while"):
             index.search("ledger")
     replace(good)
     assert [hit.chunk.source for hit in index.search("ledger")] == ["a"]
+
+
+def test_rows_behind_a_damaged_page_are_read_by_the_index(index: Index, model: KVModel) -> None:
+    index.add(
+        [Document(f"d{number}", f"text {number}", {"page": "x" * 3000}) for number in range(9)]
+    )
+    damage(index, "UPDATE chunks SET row = row + 20000000 WHERE source >= 'd6'")
+    index.close()
+    path = index.path / "catalog.sqlite"
+    content = bytearray(path.read_bytes())
+    page = content.index(b"text 4") // 4096 * 4096
+    content[page : page + 8] = bytes(8)
+    path.write_bytes(content)
+    with Index.open(index.path, model=model) as again:
+        tried = list[object]()
+        rows = again.catalog.rows
+        again.catalog.rows = lambda *asked: tried.append(asked) or rows(*asked)  # type: ignore
+        found = [source for _, source, _ in again.catalog.scan("row, source, text")]
+        assert {"d0", "d6", "d7", "d8"} <= set(found) < {f"d{number}" for number in range(9)}
+        assert len(tried) < 20
 
 
 def test_a_row_of_another_index_is_damage(index: Index, make_index: MakeIndex) -> None:

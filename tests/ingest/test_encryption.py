@@ -93,11 +93,15 @@ def test_a_catalog_that_is_encrypted_or_not_against_index_json_is_refused(
     for one in (encrypted, plain):
         one.close()
     catalogs = {one: (one.path / "catalog.sqlite").read_bytes() for one in (encrypted, plain)}
-    for one, other in ((encrypted, plain), (plain, encrypted)):
+    for one, other, said in (
+        (encrypted, plain, r"is not encrypted, and index\.json beside it says that the index is:"),
+        (plain, encrypted, r"is encrypted, and index\.json beside it says that the index is not:"),
+    ):
         path = one.path / "catalog.sqlite"
         path.write_bytes(catalogs[other])
-        with pytest.raises(IndexFormatError, match="encrypted with another key, or not a catalog"):
-            Index.open(one.path, model=model)
+        for mend in (False, True):
+            with pytest.raises(IndexMismatchError, match=said):
+                Index.open(one.path, model=model, mend=mend)
         assert path.read_bytes() == catalogs[other]
         path.write_bytes(catalogs[one])
         with Index.open(one.path, model=model) as again:
