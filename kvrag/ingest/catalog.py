@@ -252,10 +252,10 @@ class RowWriter:
         forgetful |= {one for one, before in change.after.items() if missing.intersection(before)}
         if gone := self._gone - self._come:
             heads = s.Heads(ids for _, ids in gone)
-            encoded = self._all("SELECT chunk_id, contexts FROM chunks WHERE length(contexts) > 0")
+            encoded = "SELECT chunk_id, contexts FROM chunks WHERE length(contexts) > 0"
             forgetful |= {
                 chunk_id
-                for chunk_id, contexts in encoded
+                for chunk_id, contexts in self._connection.execute(encoded)  # of any number
                 if self._is_text_unknown or heads.are_in(contexts)
             }
         self._give_all(dict.fromkeys(sorted(forgetful), ((),)), forgets=True)
