@@ -107,6 +107,11 @@ class Fingerprints:
         """Sorted entries, in several arrays: what a table is made of again."""
         return self._parts
 
+    def of_rows(self, rows: NDArray[np.int64]) -> Fingerprints:
+        """Return a table with the chunks of some rows only."""
+        kept = (part[np.isin((part & _ROWS).astype(np.int64), rows)] for part in self._parts)
+        return Fingerprints(tuple(part for part in kept if len(part)))
+
     @property
     def size_bytes(self) -> int:
         return sum(part.nbytes for part in self._parts)

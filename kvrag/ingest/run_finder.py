@@ -232,14 +232,18 @@ def keep_table(catalog: Catalog, table: Table) -> None:
 
 
 def forget_removed(catalog: Catalog) -> None:
-    """Remove the file if fingerprints of removed chunks are in it: the next prompt makes it."""
+    """Take the fingerprints of removed chunks out of the file, if there is one."""
     path = catalog.path.with_name(FILE_NAME)
-    if path.exists():
-        table = _read(catalog)
-        rows, marks = catalog.texts.marks()
-        if table is None or set(table.marks) != set(marks[rows <= table.last_row]):
-            with contextlib.suppress(OSError):
-                path.unlink()
+    if not path.exists():
+        return
+    table = _read(catalog)
+    rows, marks = catalog.texts.marks()
+    if table is None or not table.covers(rows, marks):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    elif len(table.marks) != len(marks := marks[rows <= table.last_row]):
+        kept = table.fingerprints.of_rows(rows)
+        keep_table(catalog, replace(table, fingerprints=kept, marks=marks))
 
 
 def _read(catalog: Catalog) -> Table | None:
