@@ -255,7 +255,7 @@ def recode_records(
 def check_room(storage: Storage, needed: Mapping[ChunkKey, int], codec: str) -> None:
     """Raise StoreError if the disk has no room for all records in another codec."""
     per_token = replace(storage.config, codec=codec).expected_bytes_per_token
-    more = sum(needed.values()) * per_token - sum(dict(storage.store.sizes()).values())
+    more = sum(needed.values()) * per_token - sum(size for _, size in storage.store.sizes())
     free = shutil.disk_usage(storage.path).free
     if more > free:
         raise StoreError(
@@ -464,7 +464,10 @@ def stats_of(storage: Storage) -> IndexStats:
 
 
 def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
+    try:
+        return path.stat().st_size
+    except OSError:  # absent, or another process has just removed it
+        return 0
 
 
 Embed: TypeAlias = "Callable[[str], NDArray[np.float32]]"
