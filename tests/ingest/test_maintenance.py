@@ -231,3 +231,22 @@ def test_a_move_killed_while_it_removed_is_completed(
     assert stored_bytes_of(filled.path / "kv") == []
     assert stored_bytes(again) == before
     again.close()
+
+
+def test_stats_take_a_file_that_another_process_removes(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add([Document("a", "The harbour ledger.")])
+    stat = Path.stat
+
+    def removed(path: Path, **options: bool) -> os.stat_result:
+        found = stat(path, **options)
+        if path.name == "vectors.cache":
+            path.unlink()
+        return found
+
+    index.search("ledger", 1)
+    assert index.stats().vectors_bytes
+    monkeypatch.setattr(Path, "stat", removed)
+    index.stats()
+    assert not index.stats().vectors_bytes

@@ -1,6 +1,9 @@
 """Context ``similar``: chunks are encoded after those that are nearest to them."""
 
+import contextlib
 import random
+import sqlite3
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -413,3 +416,23 @@ def test_it_must_fit(make_index: MakeIndex) -> None:
         make_index(context="similar:2040")
     with pytest.raises(ParameterError, match="at least 32 tokens"):
         make_index(context="similar:31")
+
+
+def test_contexts_are_looked_through_one_by_one(index: Index) -> None:
+    gone = next(one for one in PAGES if is_after(index, one))
+    with contextlib.closing(sqlite3.connect(index.path / "catalog.sqlite")) as connection:
+        names = [name for _, name, *_ in connection.execute("PRAGMA table_info(chunks)")][1:]
+        values = ["zeroblob(1000000)" if name == "contexts" else name for name in names]
+        values[names.index("chunk_id")] = values[names.index("source")] = "hex(randomblob(20))"
+        for _ in range(30):
+            connection.execute(
+                f"INSERT INTO chunks ({', '.join(names)}) "
+                f"SELECT {', '.join(values)} FROM chunks WHERE row = 1"
+            )
+        connection.commit()
+    tracemalloc.start()
+    try:
+        index.delete(sources=[gone.source])
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
