@@ -27,6 +27,14 @@ LOAD = (
     *("load", "--random-shape", "test", "--chunks", "2", "--chunk-tokens", "20"),
     *("--question-tokens", "5", "--speeds", "1", "--ratios", "0.5", "--repeats", "1"),
 )
+TTFT = (
+    *("ttft", "--random-shape", "test", "--chunks", "2", "--chunk-tokens", "20"),
+    *("--question-tokens", "5", "--repeats", "1"),
+)
+CODEC = (
+    *("codec", "--parts", "decode", "--random-shape", "test", "--repeats", "1"),
+    *("--decode-codecs", "transform:1,raw", "--context-chunks", "2", "--context-tokens", "30"),
+)
 TRAIN = ("--steps", 2, "--rows", 2, "--evaluate-questions", 2)
 
 
@@ -77,6 +85,8 @@ def test_what_cannot_be_measured_is_named_before_any_work(
     ("arguments", "expected"),
     [
         (EVICTION, ("full cache", "streaming(sinks=4, share=0.25)")),
+        (TTFT, ("two_stage 15%", "similar:512")),
+        (CODEC, ("transform:1, 3 layers", "entropy decode")),
         (LOAD, ("deviation 50%", "one by one", "boundary ")),
         (("pml", "--random-shape", "test", "--modules", 2, "--module-tokens", 20), ("floor",)),
     ],
