@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from kvrag.engine.answer import Answer, AnswerDelta
 from kvrag.engine.request import Prompt, Request
@@ -55,7 +55,13 @@ class Engine(Protocol):
     def stream(self, prompt: Prompt | Request, **options: Any) -> Iterator[AnswerDelta]:
         """Answer a prompt piece by piece; see `kvrag.KVEngine.stream`."""
 
-    def generate_batch(self, prompts: Sequence[Prompt | Request], **options: Any) -> list[Answer]:
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: Literal[True],
+        **options: Any,
+    ) -> list[Answer | Exception]:
         """Answer several prompts together; see `kvrag.KVEngine.generate_batch`."""
 
     def astream(

@@ -272,7 +272,20 @@ class EngineSettings(_FromTable):
             Per-call parameters, as the framework passes them.
         """
         engine, request = self._prepare(call)
-        return self._retrying(lambda: engine().generate_batch([request(one) for one in prompts]))
+        done: dict[int, Answer] = {}
+
+        def attempt() -> None:
+            left = [number for number in range(len(prompts)) if number not in done]
+            requests = [request(prompts[number]) for number in left]
+            outcomes = engine().generate_batch(requests, return_exceptions=True)
+            found = list(zip(left, outcomes, strict=True))
+            done.update((number, one) for number, one in found if isinstance(one, Answer))
+            for _, one in found:
+                if isinstance(one, Exception):
+                    raise one
+
+        self._retrying(attempt)
+        return [done[number] for number in range(len(prompts))]
 
     async def aanswer(self, prompt: Prompt, call: Mapping[str, Any]) -> Answer:
         """Return the answer to one prompt while the event loop runs on; see `answers`."""

@@ -130,11 +130,12 @@ def test_cache_tells_ratios_apart(rag: Rag, model_class: Any, monkeypatch: Any) 
 
 
 def test_retries_when_the_store_is_away(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = 2
+    failures, num_starts = 2, 0
     start = KVEngine._start_now
 
     def shaky(self: KVEngine, prompt: Any, options: Any) -> Any:
-        nonlocal failures
+        nonlocal failures, num_starts
+        num_starts += 1
         if failures:
             failures -= 1
             raise StoreError("away")
@@ -142,6 +143,9 @@ def test_retries_when_the_store_is_away(llm: KVRagLLM, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(KVEngine, "_start_now", shaky)
     assert llm.invoke("Hello")
+    failures, num_starts = 2, 0
+    llm.generate(["Hello"] * 3)
+    assert num_starts == 3 + 2  # what was answered is not asked again
     for batch in (["Hello"] * 3, ["Hello"]):
         failures = 2
         assert llm.batch(batch) == [llm.invoke("Hello")] * len(batch)

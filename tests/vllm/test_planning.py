@@ -233,6 +233,10 @@ def test_a_batch_is_a_list_and_what_vllm_cannot_do_is_refused(served: Index) -> 
         (name,) = options
         with pytest.raises(ParameterError, match=f"^{name}.* leave it out, or answer with KVEng"):
             engine.generate_batch(["abc", Request("abc", **options)])
+    asked: list[Any] = ["abc", 5, *(Request("abc", **one) for one in refused)]
+    first, *errors = engine.generate_batch(asked, return_exceptions=True)
+    assert first.text == "a"
+    assert [type(one) for one in errors] == [ParameterError] * (1 + len(refused))
 
 
 def test_messages_and_sampling_reach_vllm_as_they_reach_the_engine(

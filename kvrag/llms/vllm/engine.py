@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -99,13 +98,28 @@ class VLLMEngine:
         """Answer a prompt piece by piece; parameters and errors as in `generate`."""
         return self._answer(Request.of(prompt, options), is_streamed=True)
 
-    def generate_batch(self, prompts: Sequence[Prompt | Request], **options: Any) -> list[Answer]:
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt | Request],
+        *,
+        return_exceptions: bool = False,
+        **options: Any,
+    ) -> list[Any]:
         """Answer several prompts, asked at the same time; see `kvrag.KVEngine.generate_batch`."""
+
+        def outcome(prompt: Prompt | Request) -> Answer | Exception:
+            try:
+                return self.generate(prompt, **options)
+            except Exception as error:
+                if return_exceptions:
+                    return error
+                raise
+
         batch = checked_batch(prompts)
         if not batch:
             return []
         with ThreadPoolExecutor(min(len(batch), _MAX_THREADS), "kvrag-ask") as pool:
-            return list(pool.map(partial(self.generate, **options), batch))
+            return list(pool.map(outcome, batch))
 
     async def astream(
         self, prompt: Prompt | Request, **options: Any
