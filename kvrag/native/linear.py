@@ -502,12 +502,14 @@ class RowLayers:
 
     def linear(self, source: int, to: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Add a linear layer; the result of each row is that of `FewRowsLinear`."""
+        self._check_other(source, to)
         kept = self._keep(weight, (self._widths[to], self._widths[source]), "weight")
         added = 0 if bias is None else self._keep(bias, (self._widths[to],), "bias")
         self._layers.linear(source, to, kept, added)
 
     def quantised_linear(self, source: int, to: int, layer: Int8Linear | GroupedLinear) -> None:
         """Add a linear layer in 8 bits, or by groups."""
+        self._check_other(source, to)
         check_shape(layer.shape, (self._widths[to], self._widths[source]), "layer")
         self._kept.append(layer)
         if isinstance(layer, GroupedLinear):
@@ -519,20 +521,26 @@ class RowLayers:
         self, source: int, to: int, weight: torch.Tensor, epsilon: float, *, adds_one: bool
     ) -> None:
         """Add a norm of rows, or of their parts of the weight's length; see `rms_norm`."""
+        self._check_other(source, to)
+        self._check_equal(source, to)
         self._check_parts(source, len(weight), "weight")
         kept = self._keep(weight, (None,), "weight")
         self._layers.norm(source, to, kept, len(weight), epsilon, adds_one)
 
     def gate(self, gate: int, up: int, to: int, *, is_gelu: bool) -> None:
         """Add an activation of one slot times another; see `gated`."""
+        self._check_equal(gate, up, to)
         self._layers.gate(gate, up, to, is_gelu)
 
     def add(self, one: int, other: int, to: int) -> None:
         """Add a sum of two slots."""
+        self._check_equal(one, other, to)
         self._layers.add(one, other, to)
 
     def rotate(self, source: int, to: int, table: int, head_dim: int) -> None:
         """Add a rotation of heads by the angles of a table; see `rotate`."""
+        self._check_other(source, to)
+        self._check_equal(source, to)
         self._check_parts(source, head_dim, "head_dim")
         known = self._smallest_heads
         known += [head_dim] * (table + 1 - len(known))
@@ -547,6 +555,11 @@ class RowLayers:
         See `attend_each` and `attend`. A layer has at most one.
         """
         check_scores(scores)
+        self._check_other(query, to)
+        self._check_equal(query, to)
+        self._check_equal(key, value)
+        if self._heads_added != (0, 0):
+            raise ParameterError("attend: expected a layer to attend once, found twice")
         given = self._widths[key]
         self._check_parts(key, head_dim, "head_dim")
         self._check_parts(query, given, "query")
@@ -666,6 +679,15 @@ class RowLayers:
         check_shape(hidden.shape, (num_rows, self._widths[0]), "hidden")
         check_contiguous(hidden, "hidden", self._dtype)
         return num_rows
+
+    def _check_other(self, source: int, to: int) -> None:
+        if source == to:
+            raise ParameterError(f"slot {to}: expected another one than the operation reads")
+
+    def _check_equal(self, *slots: int) -> None:
+        widths = [self._widths[slot] for slot in slots]
+        if len(set(widths)) > 1:
+            raise ParameterError(f"slots: expected equal widths, found {widths}")
 
     def _check_parts(self, slot: int, width: int, name: str) -> None:
         if width < 1 or self._widths[slot] % width:

@@ -84,9 +84,22 @@ def test_without_rows_keys_get_nothing() -> None:
     assert not mass.any()
 
 
+def test_a_layer_attends_once() -> None:
+    layers, slot = made()
+    layers.attend(0, slot, slot, slot, **ATTENDING)
+    with pytest.raises(ParameterError, match="once"):
+        layers.attend(0, slot, slot, slot, **ATTENDING)
+    layers.end_layer()
+    layers.attend(0, slot, slot, slot, **ATTENDING)
+
+
 def made() -> tuple[RowLayers, int]:
     layers = RowLayers(torch.float32, WIDTH)
     return layers, layers.add_slot(WIDTH)
+
+
+def narrow(layers: RowLayers) -> int:
+    return layers.add_slot(5)
 
 
 SQUARE = torch.ones(WIDTH, WIDTH)
@@ -97,13 +110,20 @@ ATTENDING: dict[str, Any] = {"head_dim": 8, "scores": Scores(1.0)}
 @pytest.mark.parametrize(
     ("act", "told"),
     [
+        (lambda layers, slot: layers.linear(0, 0, SQUARE, None), "slot 0"),
         (lambda layers, slot: layers.linear(0, slot, torch.ones(3, WIDTH), None), "weight"),
         (lambda layers, slot: layers.linear(0, slot, SQUARE.bfloat16(), None), "weight"),
         (lambda layers, slot: layers.linear(0, slot, SQUARE, torch.ones(3)), "bias"),
         (lambda layers, slot: layers.quantised_linear(0, slot, EIGHTS), "layer"),
         (lambda layers, slot: layers.norm(0, slot, torch.ones(5), 1.0, adds_one=False), "weight"),
+        (lambda layers, slot: layers.norm(0, narrow(layers), SQUARE[0], 1.0, adds_one=False), "w"),
+        (lambda layers, slot: layers.gate(0, slot, narrow(layers), is_gelu=False), "widths"),
+        (lambda layers, slot: layers.add(0, slot, narrow(layers)), "widths"),
         (lambda layers, slot: layers.rotate(0, slot, 0, 7), "head_dim"),
-        (lambda layers, slot: layers.attend(0, *[layers.add_slot(5)] * 2, slot, **ATTENDING), "h"),
+        (lambda layers, slot: layers.rotate(0, narrow(layers), 0, 8), "widths"),
+        (lambda layers, slot: layers.attend(0, slot, slot, 0, **ATTENDING), "slot 0"),
+        (lambda layers, slot: layers.attend(0, slot, narrow(layers), slot, **ATTENDING), "widths"),
+        (lambda layers, slot: layers.attend(0, *[narrow(layers)] * 2, slot, **ATTENDING), "h"),
         (lambda layers, slot: layers.attend(0, 0, 0, slot, 8, Scores(1.0, window=0)), "window"),
         (lambda layers, slot: layers.attend(0, 0, 0, slot, 8, Scores(-1.0)), "scale"),
         (lambda layers, slot: result(layers, torch.ones(2, WIDTH)), "hidden"),
