@@ -63,13 +63,24 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    given = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **given)
+
+
 @functools.cache
 def _environment() -> Environment:
     """Return what templates of Transformers expect to find."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    made.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    made.filters["tojson"] = _to_json
     made.globals.update(
         raise_exception=_refuse,
         strftime_now=lambda form: datetime.now().strftime(form),

@@ -39,11 +39,11 @@ from llama_index.core.vector_stores.types import (  # isort: skip
 _REF = "ref_doc_id"
 _NODE = "node_id"
 _SEARCHES = {
-    "DEFAULT": "search_dense",
-    "SPARSE": "search_words",
-    "TEXT_SEARCH": "search_words",
-    "HYBRID": "search",
-    "SEMANTIC_HYBRID": "search",
+    "default": "search_dense",
+    "sparse": "search_words",
+    "text_search": "search_words",
+    "hybrid": "search",
+    "semantic_hybrid": "search",
 }
 
 
@@ -184,9 +184,10 @@ class KVRagVectorStore(BasePydanticVectorStore):
             return self.client.search_by_vector(query.query_embedding, k, filter=wanted)
         if text is None:
             raise ParameterError("the query has neither a text nor a vector to search for")
-        if query.mode.name not in _SEARCHES:
-            raise ParameterError(f"query mode {query.mode}: expected {', '.join(_SEARCHES)}")
-        search = getattr(self.client, _SEARCHES[query.mode.name])
+        if query.mode not in _SEARCHES:  # by value: it may be a plain str
+            known = ", ".join(_SEARCHES).upper()
+            raise ParameterError(f"query mode {query.mode}: expected {known}")
+        search = getattr(self.client, _SEARCHES[query.mode])
         hits: list[SearchHit] = search(text, k, filter=wanted)
         return hits
 

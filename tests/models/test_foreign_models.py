@@ -429,7 +429,8 @@ _TEMPLATES = {
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% set x = 1 %}"
     "{% endgeneration %}{{ x }}{% endfor %}",
     "loops": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
-    "{{ m | tojson(indent=2) }}\n  {% endfor %}",
+    "{{ m | tojson(indent=2) }}\n {{ m | tojson(true, 1) }} {% endfor %}",
+    "other options": "{{ messages | tojson(default=raise_exception) }}",
     "values": "{% set d = dict(a=1) %}{% set n = namespace(b=d) %}{{ n.b.a }}{{ bos_token }}"
     "{{ dict.fromkeys('ab', 2) }}{{ documents }}{{ tools | tojson }}{{ messages[1].reasoning }}",
     "refuses": "{{ raise_exception('no') }}",

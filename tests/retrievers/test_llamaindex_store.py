@@ -66,6 +66,8 @@ def test_queries(store: KVRagVectorStore, mode: str) -> None:
     store.add(NODES)
     asked: dict[str, Any] = {"query_str": "the", "mode": VectorStoreQueryMode[mode]}
     assert sorted(ids(store, **asked)) == ["n1", "n2", "n3"]
+    plain = {**asked, "mode": VectorStoreQueryMode[mode].value}
+    assert sorted(ids(store, **plain)) == ["n1", "n2", "n3"]
     year = MetadataFilters(filters=[MetadataFilter(key="year", value=2021)])
     assert ids(store, **asked, filters=year) == ["n2"]
     assert ids(store, **asked, node_ids=["n3"]) == ["n3"]
@@ -79,8 +81,9 @@ async def test_queries_by_vector_and_bad_ones(store: KVRagVectorStore) -> None:
     assert ids(store, query_embedding=vector, similarity_top_k=1) == ["n2"]
     with pytest.raises(ParameterError, match="neither a text nor a vector"):
         ids(store)
-    with pytest.raises(ParameterError, match="expected DEFAULT"):
-        ids(store, query_str="x", mode=VectorStoreQueryMode.MMR)
+    for mode in (VectorStoreQueryMode.MMR, "other"):
+        with pytest.raises(ParameterError, match="expected DEFAULT"):
+            ids(store, query_str="x", mode=mode)
     with pytest.raises(ParameterError, match="unknown option"):
         store.query(VectorStoreQuery(query_str="x"), other=1)
     with pytest.raises(DocumentError, match="holds no text"):
