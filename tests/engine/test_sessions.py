@@ -321,3 +321,19 @@ def test_an_error_in_fusing_leaves_the_conversation(
     again = engine.generate(longer)
     assert again.report.num_kept >= first.usage.prompt_tokens
     assert again.text == expected.generate(longer).text
+
+
+def test_an_error_in_an_answer_leaves_nothing(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = KVEngine(index, max_tokens=8)
+    stream = engine.stream(root_of((0, 1), QUESTIONS[0]))
+    next(stream)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(KVModel, "forward_each", failing)
+    with pytest.raises(RuntimeError):
+        list(stream)
+    assert not engine._fuser.sessions._kept

@@ -117,6 +117,16 @@ def test_the_store_is_bounded_and_the_oldest_go_first(own: Index) -> None:
     assert tell(engine, prompts[0]).report.num_kept < 20
 
 
+def test_no_more_waits_than_is_said(own: Index) -> None:
+    engine = storing(own)
+    stored_ones = engine._fuser.stored
+    with stored_ones._working:  # as if a record were being written
+        for number in range(5):
+            s.ask(engine, s.root_of((number % 4,), f"{number}?"))
+    stored_ones.flush()
+    assert len(kept_of(engine)) == module._MAX_WAITING
+
+
 # -- damage --------------------------------------------------------------------------------------
 
 
@@ -258,6 +268,17 @@ def test_a_move_in_the_same_process(tmp_path: Path, model: KVModel, is_own: bool
         assert tell(engine, second).report.num_kept > 50
         assert len(set(index.store.keys()) - keys) >= 1
     assert set(open_store(f"file:{tmp_path / 'new'}").keys()) == keys
+
+
+def test_a_fork_leaves_the_records_of_its_parent(
+    own: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = storing(own)
+    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: -1)
+        engine._fuser.stored.close()
+    assert tell(engine, s.root_of((0, 1), s.QUESTIONS[0])).report.num_kept > 50
 
 
 def test_an_encrypted_index_holds_no_number_of_a_conversation(
