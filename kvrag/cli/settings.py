@@ -171,6 +171,8 @@ def read_file(named: Path | None, root: Any, context: Any) -> SettingsFile | Non
     find = functools.cache(lambda place: command_of(place, root, context))
     try:
         for table, name, value in _entries(document, find):
+            if value == "none" and GONE.get((" ".join(table), name)) is _COMPRESSION_GONE:
+                continue  # as it is always now
             option = _option(table, name, find(table or _USUAL), context)
             where = f"[{'.'.join(table)}] {name}" if table else name
             taken = _taken(where, value, option, context)

@@ -92,6 +92,12 @@ class TestWhatWins:
         told = capsys.readouterr().err
         assert (bool(from_file) and from_file in told) == ("=0.2" in from_file and taken[1] == 0.2)
 
+    def test_no_compression_is_as_ever(self, run: Run, folder: Path) -> None:
+        write(folder, '[ingest]\ncompress = "none"\nchunk-tokens = 32\n')
+        assert rows(run, "ingest")["chunk-tokens"] == (32, "kvrag.toml")
+        write(folder, '[ingest]\ncompress = "drop:0.5"\n')
+        assert "compress is gone. Compression by drop" in refused(run, "config", "ingest")
+
     def test_a_table_goes_before_what_holds_for_all(self, run: Run, folder: Path) -> None:
         path = write(folder, 'model = "a"\n[chat]\nmodel = "b"\n')
         assert rows(run, "query", "--config", path)["model"] == ("a", str(path))
