@@ -13,7 +13,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -41,6 +40,9 @@ CREATE TABLE IF NOT EXISTS pending (
 """
 
 _FIND = "SELECT 1 FROM pending WHERE key = ?"
+_NEXT = """
+SELECT number, key, replaces, listed FROM pending WHERE number > ? ORDER BY number LIMIT 1
+"""
 # Once more for a listed record: an upload under way has the number of the entry before.
 _ADD = """
 INSERT OR REPLACE INTO pending (key, replaces, listed)
@@ -84,7 +86,7 @@ class _Outbox:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._path = folder / FILE_NAME
-        self.entries()  # a list that cannot be used is refused now
+        self.after(0)  # a list that cannot be used is refused now
 
     def add(self, key: ChunkKey, *, replaces: bool) -> bool:
         """Note durably that a record is to be uploaded; return whether it was not listed yet.
@@ -118,14 +120,15 @@ class _Outbox:
         """Return whether a record is listed."""
         return bool(self._rows(_FIND, key.digest))
 
-    def entries(self) -> list[_Entry]:
-        """Return all entries."""
-        rows = self._rows("SELECT number, key, replaces, listed FROM pending ORDER BY number")
-        now = time.time()
-        return [
-            _Entry(number, ChunkKey(digest), bool(replaces), now - listed)
-            for number, digest, replaces, listed in rows
-        ]
+    def after(self, number: int) -> _Entry | None:
+        """Return the oldest entry with a higher number, if there is one."""
+        for found, digest, replaces, listed in self._rows(_NEXT, number):
+            return _Entry(found, ChunkKey(digest), bool(replaces), time.time() - listed)
+        return None
+
+    def keys(self) -> list[ChunkKey]:
+        """Return all keys."""
+        return [ChunkKey(digest) for (digest,) in self._rows("SELECT key FROM pending")]
 
     def close(self) -> None:
         """Close the file."""
@@ -197,7 +200,7 @@ class Uploader:
         self._uploading: ChunkKey | None = None
         self._is_deleted = False  # the one that is being uploaded
         # A record that has not been uploaded is nowhere but on disk.
-        self._pin(*(entry.key for entry in self._outbox.entries()))
+        self._pin(*self._outbox.keys())
         self._thread = threading.Thread(target=self._run, name="kvrag-upload", daemon=True)
         self._thread.start()
 
@@ -264,19 +267,27 @@ class Uploader:
 
     def _run(self) -> None:
         pause = _FIRST_RETRY_SECONDS
+        number = version = num_refused = 0
         while True:
             with self._wake:
                 if self._is_closing:
                     return
-                version = self._version
+                if version != self._version:
+                    # Something was written: look again at all entries, also those skipped before.
+                    number, version, num_refused = 0, self._version, 0
             try:
-                done = [self._is_done_with(entry) for entry in self._outbox.entries()]
-                has_failed = not all(done)
+                entry = self._outbox.after(number)
+                if entry is not None:
+                    num_refused += not self._is_done_with(entry)
+                    number = entry.number
+                    continue
+                has_failed = num_refused > 0
+                number = num_refused = 0
             except StoreError:
                 has_failed = True
             with self._wake:
                 if version != self._version:
-                    continue  # something was written: look again at all entries
+                    continue
                 self._has_failed, self._is_idle = has_failed, not has_failed
                 self._wake.notify_all()
                 if not self._is_closing:
@@ -505,9 +516,11 @@ class TieredStore(b.Store, b.HasTiers):
         if outbox_folder is not None:
             self.uploader = Uploader(self.tiers[-2], self.tiers[-1], outbox_folder, check)
         self._is_closed = False
-        self._copier = ThreadPoolExecutor(1, "kvrag-copy")
-        self._wanted: dict[ChunkKey, bytes] = {}
+        self._wanted: dict[ChunkKey, tuple[bytes, Sequence[b.Store]]] = {}
         self._copied_now: ChunkKey | None = None
+        # The end of the process does not wait for copies.
+        self._copier = threading.Thread(target=self._copy_all, name="kvrag-copy", daemon=True)
+        self._copier.start()
 
     @property
     def url(self) -> str:
@@ -608,9 +621,10 @@ class TieredStore(b.Store, b.HasTiers):
             if self._is_closed:
                 return
             self._is_closed = True
+            self._changing.notify_all()
         if self.uploader is not None:
             self.uploader.close()
-        self._copier.shutdown()
+        self._copier.join()
         for tier in self.tiers:
             tier.close()
 
@@ -670,24 +684,23 @@ class TieredStore(b.Store, b.HasTiers):
             # A copy is optional: if its tier cannot keep up, a later read copies the record.
             is_full = self._is_closed or len(self._wanted) == _MAX_COPIES_WAITING
             if others and not is_full:
-                self._wanted[fetch.key] = content
-                self._copier.submit(self._copy, fetch.key, content, others)
+                self._wanted[fetch.key] = content, others
+                self._changing.notify_all()
 
-    def _copy(self, key: ChunkKey, content: bytes, tiers: Sequence[b.Store]) -> None:
-        with self._changing:
-            if self._wanted.get(key) is not content:
-                return  # deleted or replaced since
-            del self._wanted[key]
-            self._copied_now = key
-        try:
+    def _copy_all(self) -> None:
+        while True:
+            with self._changing:
+                self._copied_now = None
+                self._changing.notify_all()
+                self._changing.wait_for(lambda: self._wanted or self._is_closed)
+                if not self._wanted:
+                    return
+                self._copied_now = key = next(iter(self._wanted))
+                content, tiers = self._wanted.pop(key)
             for tier in tiers:
                 # Whatever happens with this copy, the thread must serve the others.
                 with contextlib.suppress(Exception):
                     tier.put(key, content)
-        finally:
-            with self._changing:
-                self._copied_now = None
-                self._changing.notify_all()
 
     # -- writing -----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvrag.store.file import FileStore
 from kvrag.store.limited import LimitedStore, limits_of
 from kvrag.store.memory import MemoryStore
 from kvrag.store.registry import open_store
-from kvrag.store.tiered import TieredStore
+from kvrag.store.tiered import TieredStore, _Outbox
 from kvrag_testing.codec_contract import spec_of
 from kvrag_testing.store_contract import StoreContract, key_number, read_all, record_of, stored
 from tests.support.killing import lines_until_killed
@@ -120,7 +120,7 @@ def tiers(tmp_path: Path, remote: Remote) -> Iterator[TieredStore]:
 
 
 def num_pending(store: TieredStore) -> int:
-    return len(store.uploader._outbox.entries())
+    return len(store.uploader._outbox.keys())
 
 
 def read_by_layers(store: Store, key: ChunkKey, num_layers: int = 6) -> bytes:
@@ -403,3 +403,22 @@ def test_a_foreign_list_of_uploads(tmp_path: Path) -> None:
     (tmp_path / "outbox.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(StoreError, match=r"cannot use .*outbox.sqlite.*delete the file"):
         open_store(f"tiered:file:{tmp_path}|memory:")
+
+
+def test_one_look_at_a_long_list_reads_one_entry(tmp_path: Path) -> None:
+    outbox = _Outbox(tmp_path)
+    with outbox._using() as connection:
+        rows = ((key_number(number).digest, 0, 0.0) for number in range(20_000))
+        connection.execute("BEGIN")
+        connection.executemany("INSERT INTO pending (key, replaces, listed) VALUES (?, ?, ?)", rows)
+        connection.execute("COMMIT")
+    begun = time.thread_time()
+    keys = outbox.keys()
+    middle = time.thread_time()
+    first = outbox.after(0)
+    assert 20 * (time.thread_time() - middle) < middle - begun
+    assert first is not None
+    second = outbox.after(first.number)
+    assert second is not None
+    assert [first.key, second.key, len(keys)] == [key_number(0), key_number(1), 20_000]
+    outbox.close()

@@ -154,6 +154,8 @@ def test_a_copy_on_its_way_does_not_bring_back_what_was_deleted(
         home.put(key, record_of(key))
         assert stored(store, key) == record_of(key)
         assert disk.began.wait(20)
+    # The end of the process waits for none.
+    assert all(one.daemon for one in threading.enumerate() if one.name.startswith("kvrag-copy"))
     deleting = threading.Thread(target=store.delete, args=(KEY,))
     deleting.start()
     if is_first:
