@@ -317,8 +317,9 @@ def _check_server(url: str, noun: str) -> SplitResult:
             return parts
     except ValueError:
         pass
+    found = shown(re.sub("//.*@", "//***@", url, flags=re.DOTALL))  # no password
     raise ParameterError(
-        f"{noun} is http://HOST:PORT or https://HOST:PORT in visible ASCII; found {shown(url)}"
+        f"{noun} is http://HOST:PORT or https://HOST:PORT in visible ASCII; found {found}"
     )
 
 
