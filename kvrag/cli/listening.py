@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import socket
 import socketserver
@@ -211,14 +212,14 @@ def listening(
                 time.sleep(_PAUSE_SECONDS)
                 raise
 
-    own = path.with_suffix(".new")
+    own = path.with_suffix(f".{secrets.token_hex(2)}")  # another server may start now, too
     try:
-        own.unlink(missing_ok=True)
         listener = Listener(os.fspath(own), Handler)
         own.chmod(0o600)
         number = own.stat().st_ino
         own.replace(path)  # commands ask the newest server of an index
     except OSError as error:
+        own.unlink(missing_ok=True)
         console.note(f"'kvrag query' will not ask this server: {error}")
         yield
         return

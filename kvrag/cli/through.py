@@ -201,12 +201,15 @@ def connected(
         return None
     with ExitStack() as own:
         try:
+            number = path.stat().st_ino
             same = described(opening, answering)
             connection = own.enter_context(socket.socket(socket.AF_UNIX))
             connection.settimeout(_GREETING_SECONDS)
             connection.connect(os.fspath(path))
         except ConnectionRefusedError:  # of a server that was killed
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                if path.stat().st_ino == number:  # no new server's
+                    path.unlink()
             return None
         except OSError:  # there is no whole index, or the server has ended meanwhile
             return None

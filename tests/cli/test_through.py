@@ -410,3 +410,42 @@ def test_a_server_until_it_is_killed(
         assert [*place.iterdir()]
         run("query", QUESTION, "--index", index_folder, "--max-tokens", 2)
         assert not [*place.iterdir()]
+
+
+def test_two_servers_that_start_together(
+    index_folder: Path,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chmod = Path.chmod
+    opening = o.Opening(index_folder)
+    with ExitStack() as held:
+
+        def start_another(path: Path, mode: int) -> None:
+            if path.parent == place:
+                monkeypatch.setattr(Path, "chmod", chmod)
+                held.enter_context(listening(index_folder))
+            chmod(path, mode)
+
+        monkeypatch.setattr(Path, "chmod", start_another)
+        with listening(index_folder):
+            assert Path.chmod is chmod
+            assert through.connected(held, opening, o.Searching(), o.Answering()) is not None
+    assert capsys.readouterr().err == ""
+    assert not [*place.iterdir()]
+
+
+def test_a_dead_socket_that_a_new_server_replaces(
+    index_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(socket_path(index_folder))
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    new = path.with_name("new")
+    new.touch()  # refuses, too
+    monkeypatch.setattr(through, "described", lambda *_: new.replace(path) and {})
+    opening = o.Opening(index_folder)
+    with ExitStack() as held:
+        assert through.connected(held, opening, o.Searching(), o.Answering()) is None
+    assert path.exists()
