@@ -10,9 +10,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import BaseRoute, Match
+from starlette.types import Message, Receive, Scope, Send
 
 from kvrag.ingest.limits import ParseLimits
 from kvrag.server.access import Account, Accounts, is_loopback
@@ -108,7 +110,7 @@ class Gate:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: Starlette,
         accounts: Accounts,
         metrics: ServerMetrics,
         checks_host: bool,
@@ -145,6 +147,7 @@ class Gate:
                 record.account.enter(computes=scope["method"] in ("POST", "PUT"))
                 has_entered = True
             except RequestError as problem:
+                scope["route"] = _route(self._app, scope)
                 await problem.response(scope["path"])(scope, receive, send_noted)
                 return
             scope.setdefault("state", {})["record"] = record
@@ -217,6 +220,11 @@ class Gate:
             self._metrics.note(line, {}, None)
         else:
             self._metrics.note(line, generation.tokens, generation.ttft_seconds)
+
+
+def _route(app: Starlette, scope: Scope) -> BaseRoute | None:
+    """Return the route of a request that does not reach it."""
+    return next((one for one in app.routes if one.matches(scope)[0] is not Match.NONE), None)
 
 
 def _limits(scope: Scope) -> tuple[int, float]:

@@ -13,9 +13,6 @@ from tests.support.api_server import Served, lasting, serving
 from tests.support.rag import PASSAGES, Rag
 from tests.support.waiting import wait_until
 
-KEYS = {
-    name: f"key-of-{name}-0123456789" for name in ("free", "rpm", "tpm", "one", "four", "short")
-}
 LIMITS: dict[str, dict[str, int]] = {
     "free": {},
     "rpm": {"requests_per_minute": 2},
@@ -23,7 +20,9 @@ LIMITS: dict[str, dict[str, int]] = {
     "one": {"concurrency": 1},
     "four": {"concurrency": 4},
     "short": {"max_prompt_tokens": 30},
+    "operator": {"operator": True},
 }
+KEYS = {name: f"key-of-{name}-0123456789" for name in LIMITS}
 BODY = {"model": "model", "prompt": "Ines keeps", "max_tokens": 2}
 
 
@@ -57,6 +56,10 @@ def test_without_the_right_key_nothing_is_answered(guarded: Served, post: Any) -
         assert httpx.get(root + path, headers=scheme).status_code == 401
     for path in ("/healthz", "/readyz"):
         assert httpx.get(root + path).json() == {"status": "ok"}
+    key = {"Authorization": f"Bearer {KEYS['operator']}"}
+    counted = httpx.get(f"{root}/metrics", headers=key).text
+    for route in ("/v1/completions", "/v1/models", "/metrics", "other"):
+        assert f'requests_total{{route="{route}",status="401"' in counted
     assert post("free").status_code == 200
 
 
