@@ -102,7 +102,10 @@ class Documents:
         """Return the bytes of a tenant's uploads: files, what waits, and KV."""
         folder = self._folder_of(tenant)
         files = folder.iterdir() if folder.is_dir() else ()
-        num_bytes = sum(one.stat().st_size for one in files if one.is_file())
+        num_bytes = 0
+        for one in files:
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                num_bytes += one.stat().st_size if one.is_file() else 0
         start = str(folder / "x")[:-1]
         kv = (one.size_bytes for one in self._index.documents() if one.source.startswith(start))
         return num_bytes + sum(kv)

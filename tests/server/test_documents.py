@@ -366,7 +366,7 @@ def test_a_stop_ends_an_ingestion(tmp_path: Path) -> None:
         assert list(uploads_path(index.path).iterdir()) == []
 
 
-def test_bytes_that_a_tenant_keeps(tmp_path: Path) -> None:
+def test_bytes_that_a_tenant_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [
         ApiKey(name=name, key=f"key-of-{name}-0123456789", kept_bytes=most)
         for name, most in (("a", 40_000), ("b", None))
@@ -401,6 +401,10 @@ def test_bytes_that_a_tenant_keeps(tmp_path: Path) -> None:
             assert documents.kept_bytes("a") > len(TEXT)
             kv = {one.source: one.size_bytes for one in index.documents()}
             assert sum(kv.values()) == sum(documents.kept_bytes(t) - len(TEXT) for t in "ab")
+            kept = documents.kept_bytes("a")
+            (documents._folder_of("a") / "gone").symlink_to("nowhere")
+            monkeypatch.setattr(Path, "is_file", lambda _: True)  # until it is deleted
+            assert documents.kept_bytes("a") == kept
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
