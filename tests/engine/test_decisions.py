@@ -37,7 +37,9 @@ def tiers(index: Index, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredStore
     store = TieredStore([MemoryStore(), index.store])
     monkeypatch.setattr(index, "store", store)
     yield store
-    store._copies.put(None)  # the store below is another test's as well
+    with store._changing:  # its thread alone ends: the store below is another test's as well
+        store._is_closed = True
+        store._changing.notify_all()
 
 
 def bring_near(index: Index, store: TieredStore, text: str) -> str:
