@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrag import process
 from kvrag.codec.bands import Bands
 from kvrag.codec.base import EncodedChunk
 from kvrag.codec.config import LayerGroups, PipelineConfig, RateDistortion
@@ -598,6 +601,23 @@ def test_records_are_open_and_on_the_card_before_the_layout(
     assert not any(one._num_holders for one in memory.tier._kept.values())
 
 
+def test_what_a_card_no_longer_decodes_is_not_taken_as_it_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels may be switched off between two prompts."""
+    prompt = _coded("packed")
+    queue = QueueDevice(0)
+    use(queue, monkeypatch)
+    memories = _Memory(0, queue), _Memory(10_000_000, None)
+    for decodes in (True, False):
+        monkeypatch.setattr(staging, "can_decode", lambda *_, decodes=decodes: decodes)
+        hot, loader, seen, lost = _loaded_hot(prompt, memories, queue)
+        assert not lost
+        assert loader.num_decoded_by_host == (0 if decodes else 3)
+        _assert_same(prompt, seen)
+        assert hot.num_found["pinned"] == 0
+
+
 def test_copies_before_a_damaged_piece_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = replace(_plain(1), damage={("chunk-0", ()): (1, True)})
     queue = QueueDevice(0, haste=0.0)
@@ -623,3 +643,16 @@ def test_a_model_that_moved_gets_memory_where_it_is(monkeypatch: pytest.MonkeyPa
     first, again, other = (None if one is None else one._card for one in found)
     assert first is again
     assert None is not other is not first
+
+
+@pytest.mark.parametrize("told", ["8000000\n", "max\n", None])
+def test_page_locked_memory_is_a_share_of_what_a_container_has(
+    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    if told is not None:
+        limit.write_text(told)
+    monkeypatch.setattr(process, "_MEMORY_LIMITS", (limit,))
+    _, pinned = staging.HotTiers(0, None)._make(torch.device("cuda"))
+    all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert pinned.limit_bytes == (1_000_000 if told == "8000000\n" else all_bytes // 8)

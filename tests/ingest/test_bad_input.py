@@ -271,6 +271,11 @@ def test_another_model_by_path_is_refused_when_it_is_loaded(tmp_path: Path, docs
 def test_a_model_made_in_memory_is_asked_for_again(index: Index, docs: Path) -> None:
     with Index.open(index.path) as opened, pytest.raises(ModelLoadError, match="pass it"):
         opened.add(docs)
+    other = KVModel.load(
+        make_model("llama", num_hidden_layers=2, seed=5), tokenizer=make_tokenizer()
+    )
+    with pytest.raises(IndexMismatchError, match=other.fingerprint):
+        Index.open(index.path, model=other)
 
 
 # -- disks and permissions -------------------------------------------------------------------
@@ -386,6 +391,20 @@ def test_another_process_holds_the_lock(index: Index, docs: Path) -> None:
         assert index.add(docs, dry_run=True).added
         holder.kill()
     assert index.add(docs).ok
+
+
+def test_two_ingests_at_once_in_one_process(index: Index, docs: Path, model: KVModel) -> None:
+    refused: list[object] = []
+    with Index.open(index.path, model=model) as second:
+
+        def try_the_second(_: object) -> None:
+            with pytest.raises(IndexLockedError, match=f"by process {os.getpid()};"):
+                refused.append(second.add(docs))
+            refused.append(None)
+
+        assert index.add(docs, on_progress=try_the_second).ok
+        assert set(refused) == {None}
+        assert len(second.add(docs).unchanged) == 3
 
 
 # -- what older kvrag made, and files that changed unnoticed ---------------------------------------

@@ -169,6 +169,24 @@ def test_a_repair_reads_documents_again_from_their_files(index: Index, docs: Pat
     assert index.add(Document("own", "a document of its own")).added
 
 
+def test_a_damaged_file_named_like_a_row_stays(index: Index, tmp_path: Path) -> None:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "a.csv").write_text("name\nInes\nTomas\n")
+    (folder / "a.csv#2.txt").write_text("The fox keeps the ledger.")
+    index.add(folder)
+    files = {row.source: row.file for row in index.documents()}
+    path = str(folder / "a.csv#2.txt")
+    damage(index, "DELETE FROM files WHERE path = ?", path)
+    for source in (path, f"{folder}/a.csv#2"):
+        damage(index, "UPDATE documents SET digest = 'x' WHERE source = ?", source)
+    index.upkeep.verify(repair=True)
+    assert {Path(row.source).name for row in index.documents()} >= {Path(one).name for one in files}
+    index.add(folder)
+    assert {row.source: row.file for row in index.documents() if "/" in row.source} == files
+    assert index.upkeep.verify().ok
+
+
 def test_an_upkeep_of_damage_keeps_what_is_sound_of_a_document(index: Index) -> None:
     text = "\n\n".join(f"Paragraph {i} of the northern light. " * 8 for i in range(6))
     index.add(Document("own", text, {"lang": "en"}))
@@ -379,6 +397,11 @@ def test_rows_behind_a_damaged_page_are_read_by_the_index(index: Index, model: K
         found = [source for _, source, _ in again.catalog.scan("row, source, text")]
         assert {"d0", "d6", "d7", "d8"} <= set(found) < {f"d{number}" for number in range(9)}
         assert len(tried) < 20
+        assert not again.upkeep.verify().ok
+        assert "ingest all documents again" in again.upkeep.verify(repair=True).not_healed[-1]
+        assert again.upkeep.verify().ok
+        again.add([Document(f"d{number}", f"text {number}") for number in range(9)])
+        assert len(again.search("text", 99)) == 9
 
 
 def test_a_row_of_another_index_is_damage(index: Index, make_index: MakeIndex) -> None:

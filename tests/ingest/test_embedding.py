@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,29 @@ def test_windows_cover_a_text_and_fit(text: str) -> None:
     assert end == len(text)
     whole = len(embedding._tokens(text).ids)
     assert len(tokens) <= max(1, whole // 150 + 1)
+
+
+def test_one_thread_cuts_while_another_embeds() -> None:
+    """Each sets the truncation of one tokenizer to its own."""
+    embedding = e.get_embedding("minilm")
+    assert isinstance(embedding, e.SentenceEmbedding)
+    long = "the old bridge of the river near Varn " * 150
+    expected, found, stop = len(embedding.windows(long)), set[int](), threading.Event()
+
+    def cut() -> None:
+        while not stop.is_set():
+            found.add(len(embedding.windows(long)))
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    try:
+        for _ in range(6):
+            embedding.embed_query(long)
+    finally:
+        stop.set()
+        cutting.join()
+    assert found == {expected}
+    assert expected > 4
 
 
 TAIL = "and the seven lanterns of Quillhaven are painted green each spring by Oda"

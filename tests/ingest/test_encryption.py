@@ -85,6 +85,27 @@ def test_a_missing_or_wrong_key_is_told_from_damage(
         assert index.upkeep.verify().ok
 
 
+def test_an_empty_catalog_is_made_again_encrypted_as_it_was(
+    encrypted: Index, model: KVModel, docs: Path
+) -> None:
+    encrypted.close()
+    (encrypted.path / "catalog.sqlite").write_bytes(b"")
+    with Index.open(encrypted.path, model=model, mend=True) as again:
+        assert again.add(docs).ok
+        assert again.upkeep.verify().ok
+    assert not readable(encrypted.path)
+
+
+def test_keys_of_one_store_give_their_tenants_salts_of_their_own(
+    encrypted: Index, make_index: MakeIndex, docs: Path, tmp_path: Path
+) -> None:
+    key = key_file(tmp_path / "other.key", "cd")
+    other = make_index("other", store=f"file:{tmp_path / 'kv'}?key_file={key}")
+    other.add(docs)
+    for index in (encrypted, other):
+        assert index.upkeep.verify().ok
+
+
 def test_a_catalog_that_is_encrypted_or_not_against_index_json_is_refused(
     encrypted: Index, make_index: MakeIndex, model: KVModel, docs: Path
 ) -> None:

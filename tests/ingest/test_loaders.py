@@ -86,6 +86,7 @@ def test_jsonl_rows_are_documents() -> None:
         "third",
     ]
     content = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
+    content += b'\n{"text": " "}\n""'  # rows without text are left out
     assert load("a.jsonl", content) == [
         Document("/docs/a.jsonl#1", "first\u2028line", {"id": 7, "lang": "en"}),
         Document("/docs/a.jsonl#3", "second", {"tags": ["a"]}),

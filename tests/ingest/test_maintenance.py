@@ -174,6 +174,13 @@ def test_a_store_that_cannot_be_used(filled: Index, tmp_path: Path) -> None:
     assert Index.open(filled.path, model=filled.model).store.url == f"file:{filled.path / 'kv'}"
 
 
+def test_a_move_to_tiers_reaches_the_last_one(filled: Index, tmp_path: Path) -> None:
+    before = stored_bytes(filled)
+    filled.upkeep.move(f"tiered:file:{tmp_path / 'disk'}?limit=100MB|file:{tmp_path / 'home'}")
+    assert set(stored_bytes_of(tmp_path / "home")) == set(before)
+    filled.close()
+
+
 @pytest.mark.parametrize("way", ["link", "tiers"])
 def test_the_same_folder_by_another_name_loses_nothing(
     filled: Index, tmp_path: Path, way: str

@@ -184,6 +184,16 @@ def test_a_gc_that_cannot_compute_what_is_needed_again_says_so(
     assert one.upkeep.verify(repair=True).ok
 
 
+def test_a_dry_run_beside_an_ingestion_forgets_no_doubt(machine: Machine, folder_url: str) -> None:
+    one = machine("one", folder_url, context="none")
+    log = log_of(one)
+    log.begin()
+    log._log.note_collecting("over")
+    before = log._collecting
+    one.add([page(0)], dry_run=True)
+    assert log._collecting == before != log._log.collecting()
+
+
 def test_a_tier_of_one_machine_is_no_place_for_others(
     machine: Machine, folder_url: str, tmp_path: Path, model: KVModel
 ) -> None:

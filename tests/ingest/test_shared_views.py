@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from kvrag.chunk import Document
-from kvrag.errors import ParameterError
+from kvrag.errors import IndexFormatError, ParameterError
 from kvrag.ingest.index import Index
 from kvrag.ingest.shared import log as opening
 from kvrag.ingest.shared import manifest
 from kvrag.ingest.shared.log import SharedLog
+from kvrag.ingest.shared.manifest import File, Log
+from kvrag.ingest.shared.place import read_place, remove_view
 from kvrag.models.kv_model import KVModel
 from kvrag.server.documents import uploads_path
 from tests.ingest.conftest import Machine, MakeIndex
@@ -53,6 +55,34 @@ def test_a_view_that_is_being_made_stays(
 
     monkeypatch.setattr(manifest, "build", slowly)
     assert sources(machine("other", folder_url)) == {"d0"}
+
+
+def test_a_view_that_is_removed_while_it_is_opened_is_made_again(
+    machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = machine("one", folder_url, context="none")
+    index.add([page(0)])
+    index.close()
+    read = opening._config
+
+    def removed(*args: Any) -> Any:
+        config = read(*args)
+        assert remove_view(index.path)  # by a process that makes room
+        return config
+
+    monkeypatch.setattr(opening, "_config", removed)
+    assert sources(machine("one", folder_url)) == {"d0"}
+
+
+def test_a_manifest_that_no_reader_would_take_is_not_written(
+    machine: Machine, folder_url: str
+) -> None:
+    machine("one", folder_url, context="none")
+    log = Log(read_place(folder_url).bucket("log"))
+    first = log.read(0)
+    with pytest.raises(IndexFormatError, match="a file in it is named 'x'"):
+        log.create(first.follow(None, config=File("x", first.config.parts)))
+    assert log.versions() == [0]
 
 
 def test_what_a_killed_process_left_in_a_view_goes(machine: Machine, folder_url: str) -> None:

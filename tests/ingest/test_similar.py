@@ -389,6 +389,35 @@ def test_an_encrypted_index_shows_nothing_of_it(make_index: MakeIndex, tmp_path:
     assert index.upkeep.verify().ok
 
 
+@pytest.mark.parametrize("by_ingesting", [False, True])
+def test_machines_forget_what_a_deletion_takes_along(
+    machine: Machine, folder_url: str, tmp_path: Path, by_ingesting: bool
+) -> None:
+    for one in PAGES:
+        (tmp_path / one.source).parent.mkdir(exist_ok=True)
+        (tmp_path / one.source).write_text(one.text)
+    folders = [tmp_path / subject for subject in WORDS]
+    one = machine("one", folder_url, context=SIMILAR)
+    one.add(folders)
+    other = machine("other", folder_url)
+    gone = next(page for page in PAGES if is_after(one, page))
+    path = tmp_path / gone.source
+    if by_ingesting:
+        path.unlink()
+        assert other.add(folders).removed == (str(path),)
+    else:
+        other.delete(sources=[str(path)])
+    one.refresh()
+    assert not is_after(one, gone)
+    assert chunks_of(one) == chunks_of(other)
+    one.add([])
+    other.refresh()
+    assert all(chunk.contexts[0] for chunk in chunks_of(other))
+    assert chunks_of(one) == chunks_of(other)
+    assert one.upkeep.verify().ok
+    assert other.upkeep.verify().ok
+
+
 def test_a_deletion_elsewhere_during_an_ingestion_counts(
     machine: Machine, folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,11 @@
 """Indexes whose KV is kept elsewhere: other folders, tiers, Redis, several tenants."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,11 +142,20 @@ def test_a_limit_below_one_chunk(make_index: MakeIndex, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_there_is_an_index(
-    make_index: MakeIndex, tmp_path: Path
+    make_index: MakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "place").write_text("x")
+    place = tmp_path / "place"
+    for name, answer, message in (
+        ("statvfs", SimpleNamespace(f_flag=os.ST_RDONLY), "mounted read-only"),
+        ("access", False, "permission is missing"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, lambda *_, answer=answer: answer)
+            with pytest.raises(StoreError, match=message):
+                make_index(store=f"file:{place}/kv")
+    place.write_text("x")
     with pytest.raises(StoreError, match="a file is where a folder should be"):
-        make_index(store=f"file:{tmp_path}/place/kv")
+        make_index(store=f"file:{place}/kv")
     assert not (tmp_path / "index").exists()
 
 

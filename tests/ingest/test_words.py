@@ -225,6 +225,19 @@ def test_a_statement_that_sqlite_refuses_is_no_damage(filled: Index) -> None:
     assert cache_of(filled).stat().st_ino == before
 
 
+def test_what_cannot_be_written_is_searched_in_memory(
+    filled: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(words.WordIndex, "_write", refuse)
+    assert found(filled, "fox") == ["fox"]
+    assert not cache_of(filled).exists()
+    filled.add([Document("wolf", "A wolf, no fox; a fox, no wolf.")])
+    assert set(found(filled, "fox")) == {"fox", "wolf"}
+
+
 def test_one_of_an_older_version_is_made_anew(
     index: Index, model: KVModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

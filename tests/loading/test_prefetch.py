@@ -63,6 +63,27 @@ def test_a_quarter_of_the_layers_is_brought_ahead() -> None:
     assert len(work.brought) == 2 * 16
 
 
+def test_a_layer_is_there_once_all_lanes_have_it() -> None:
+    gate = threading.Event()
+    brought: list[tuple[int, int]] = []
+
+    def work(lane: int, layer: int) -> None:
+        assert lane == 0 or gate.wait(30)
+        brought.append((lane, layer))
+
+    prefetch = LayerPrefetch(2, 3, work, num_threads=2)
+    waiter = threading.Thread(target=prefetch.wait, args=(0,))
+    waiter.start()
+    wait_until(lambda: (0, 2) in brought)
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    gate.set()
+    waiter.join(30)
+    assert not waiter.is_alive()
+    assert (1, 0) in brought
+    prefetch.close()
+
+
 def test_who_may_not_go_on_leaves_the_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(threads._pools, threads.LOADING, ThreadPoolExecutor(2))
     work = Recorder()
