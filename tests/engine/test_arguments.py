@@ -306,3 +306,15 @@ def test_a_prompt_that_cannot_fit_is_not_tokenised(
     with pytest.raises(PromptTooLongError, match="tokens"):
         engine.generate("word " * 2000)
     assert asked
+
+
+def test_contexts_of_chunks(index: Index) -> None:
+    index.add(Document("ines", "Ines keeps the harbour ledger of Varn."))
+    (chunk_id,) = index.catalog.chunk_ids_of("ines")
+    for wrong in (5, [[1]], 1.5):
+        refused(lambda wrong=wrong: index.open_kv(chunk_id, wrong), "context_ids")
+        refused(lambda wrong=wrong: index.tier_of(chunk_id, wrong), "context_ids")
+    assert index.open_kv(chunk_id, [1, 2]) is None
+    opened = index.open_kv(chunk_id, [])
+    assert opened.num_tokens
+    index.delete(sources=["ines"])

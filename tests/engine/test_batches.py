@@ -5,19 +5,24 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag.engine.engine import KVEngine
+from kvrag.engine.open_answer import OpenAnswer
 from kvrag.engine.prompt_reader import PromptReader
 from kvrag.engine.request import Request
 from kvrag.errors import ParameterError, PromptTooLongError, RecordError
 from kvrag.fusion.decoding import RowDecoder
 from kvrag.fusion.loader import SpanLoader
+from kvrag.fusion.report import FusionReport
+from kvrag.fusion.slices import whole
 from kvrag.ingest.index import Index
 from kvrag.kvcache import FusedKV
 from kvrag.models.kv_model import KVModel
@@ -291,3 +296,58 @@ def _wait_until_idle(engine: KVEngine) -> None:
             one.join(120)
     assert not threads_left()
     assert engine._scheduler.num_open == 0
+
+
+# How prompts that are fused beside each other may differ.
+REPAIRS: list[dict[str, Any]] = [
+    *({"policy": name} for name in ("none", "two_stage", "boundary", "gradual", "query")),
+    {"policy": "deviation", "ratio": 1.0},
+    {"policy": "query:shift=0.8"},
+    {"reuse": False},
+]
+
+
+def fused_of(answer: OpenAnswer) -> tuple[list[torch.Tensor], FusionReport]:
+    """Return an answer's first logits and its prompt's KV, and give the buffer back."""
+    kv = answer._fused.kv
+    rows = [one[0, :, : kv.num_tokens].clone() for one in (*kv.keys, *kv.values)]
+    report = replace(answer._fused.report, seconds={}, hidden_load_seconds=0.0)
+    found = [answer.logits.clone(), *rows]
+    answer.close()
+    return found, report
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(data=st.data())
+def test_prompts_fused_beside_each_other_are_those_fused_alone(
+    index: Index, data: st.DataObject
+) -> None:
+    """Whatever slice comes next, and by twins, logits, KV and counts are the same to the bit."""
+    engine = KVEngine(index, max_tokens=2, session_bytes=0, load_threads=1)
+    numbers = st.tuples(st.sampled_from(PROMPTS), st.sampled_from(REPAIRS))
+    asked = data.draw(st.lists(numbers, min_size=2, max_size=4))
+    starts = [engine._start_now(*one) for one in asked]
+    alone = [fused_of(whole(start.fuse(0.0, None))) for start in starts]
+    twin = engine.index.model.twin(0) if data.draw(st.booleans()) else None
+    works = {number: start.fuse(0.0, twin) for number, start in enumerate(starts)}
+    left = data.draw(st.integers(-1, len(starts) - 1))  # whose client leaves
+    together: dict[int, OpenAnswer] = {}
+    begun: set[int] = set()
+    while works:
+        number = data.draw(st.sampled_from(sorted(works)))
+        waits = data.draw(st.booleans())
+        try:
+            if number not in begun:
+                begun.add(number)
+                next(works[number])
+            elif number == left:
+                works.pop(number).close()
+            else:
+                works[number].send(waits)
+        except StopIteration as done:
+            together[number] = done.value
+            del works[number]
+    for number, answer in together.items():
+        found, expected = fused_of(answer), alone[number]
+        assert all(one.equal(other) for one, other in zip(found[0], expected[0], strict=True))
+        assert found[1] == expected[1]

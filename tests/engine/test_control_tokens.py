@@ -1,5 +1,6 @@
 """Documents that try to steer the model: what reaches it is text."""
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -237,6 +238,8 @@ def rewritten(text: str, change: Callable[[str], str]) -> str:
     "change",
     [
         lambda text: text[text.index("<") :],  # what a splitter of sentences leaves
+        lambda text: text.replace(" ", "\n   "),  # wrapped anew
+        json.dumps,
         lambda text: rewritten(text, str.upper),
         lambda text: rewritten(text, lambda part: part.replace(".", " .")),
         lambda text: rewritten(text, lambda part: part.strip() and "Something else."),
@@ -345,3 +348,32 @@ def test_keep_is_the_plain_pipeline(make_bench: Callable[..., Bench]) -> None:
     assert bench.engine.generate(prompt, policy="none").report.num_neutralised == 0
     (chunk,) = chunks_of(bench, "evil")
     assert list(chunk.token_ids) == bench.tokenizer(EVIL, add_special_tokens=False)["input_ids"]
+
+
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}<|end_header|>\n\n"
+    "{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|end_header|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}"
+    "<|im_end|>{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("chat_template", [LLAMA, MISTRAL])
+def test_other_templates_stay(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, chat_template: str
+) -> None:
+    held = f"{GOOD} {END} <|im_start|> <s> </s> x"
+    bench = make_bench("byte-level", Document("held", held, {"title": END}))
+    hints = [chunk.chunk_id for chunk in chunks_of(bench, "held")]
+    monkeypatch.setattr(bench.tokenizer, "chat_template", chat_template)
+    messages = [{"role": "user", "content": f"[{END}] {held[20:]}"}]
+    expected = bench.controls(messages)
+    rendered = bench.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    assert expected == ["<s>", *TURNS[: 3 if chat_template is LLAMA else 2]]
+    bare = rendered.removeprefix("<s>")
+    assert bench.controls(bare, hints=hints) == expected

@@ -101,3 +101,15 @@ def test_a_catalog_that_cannot_be_read(index: Index, monkeypatch: pytest.MonkeyP
     assert dict(answer.report.misses) == {MISS_CATALOG: 1}
     assert answer.report.num_fresh == answer.report.num_tokens
     assert answer.text == engine.generate(PROMPT, reuse=False).text
+
+
+def test_two_damaged_records_and_a_repeated_chunk(index: Index) -> None:
+    for key in keys(index)[:2]:
+        damage(index, key, flip(-100))
+    engine = KVEngine(index, max_tokens=8)
+    prompt = "\n\n".join([*TEXTS, *TEXTS, "Question: who keeps it?\nAnswer:"])
+    answer = engine.generate(prompt, ratio=0.5)
+    assert dict(answer.report.misses) == {MISS_DAMAGED: 4}
+    for key in keys(index)[:2]:
+        index.store.delete(key)
+    assert answer.text == engine.generate(prompt, ratio=0.5).text

@@ -135,3 +135,16 @@ def test_refusals(index: Index, tmp_path: Path) -> None:
         pytest.raises(UnsupportedModelError, match="leave eviction out"),
     ):
         KVEngine(bloom).stream(PROMPT, eviction=CORM)
+
+
+def test_prompts_go_on_behind_one_that_forgot(index: Index) -> None:
+    """The buffer that was let go of is never anybody's memory again."""
+    engine = KVEngine(index, max_tokens=6)
+    expected = engine.generate(PROMPT).text
+    for _ in range(2):
+        engine.generate(PROMPT, eviction=CORM)
+        assert engine.generate(PROMPT).text == expected
+    stream = engine.stream(PROMPT, eviction=CORM)
+    next(stream)
+    stream.close()
+    assert engine.generate(PROMPT).text == expected

@@ -1,6 +1,7 @@
 """Link tokens in the engine: found, used, counted, left out where they cannot be."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,41 @@ def test_links_take_no_room_from_the_answer(
     assert ("4 chunks without link tokens" in report.one_line()) == (not fits)
     if answer.finish_reason == "length":
         assert answer.usage.completion_tokens == min(free, max_tokens)
+
+
+def test_an_adapter_around_it_changes_nothing_that_kvrag_computes(index: Index) -> None:
+    """Indexing, fusing and answering are the same inside `answering` as outside."""
+    model = index.model
+    adapter = make_links(model, "adapter")
+    token_ids = [[5, 6, 7, 8]]
+    (outside,) = model.prefill((0,), token_ids)
+    engines = [KVEngine(index, max_tokens=6, links=links) for links in (adapter, "off")]
+    wanted = [(one.fuse(PROMPT).logits, one.generate(PROMPT).text) for one in engines]
+    feed = torch.tensor([[1, 2, 3]])
+    with torch.no_grad(), adapter.on(model).answering(model):
+        adapted = model.hf(feed).logits
+        (inside,) = model.prefill((0,), token_ids)
+        found = [(one.fuse(PROMPT).logits, one.generate(PROMPT).text) for one in engines]
+        with make_links(model).answering(model):
+            bare = model.hf(feed).logits
+        # What was around it acts again behind it.
+        torch.testing.assert_close(model.hf(feed).logits, adapted, rtol=0, atol=0)
+        plain = engines[0].generate(PROMPT, reuse=False).text
+    assert torch.equal(inside.keys, outside.keys)
+    assert torch.equal(inside.values, outside.values)
+    for (logits, text), (wanted_logits, wanted_text) in zip(found, wanted, strict=True):
+        # Layers with hooks are computed by the model's modules, others by kernels.
+        torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
+        assert text == wanted_text
+    assert plain == engines[0].generate(PROMPT, reuse=False).text
+    with torch.no_grad():
+        assert torch.equal(model.hf(feed).logits, bare)
+        assert not torch.equal(bare, adapted)
+
+
+def test_positions_left_out_are_nothing_for_transformers(index: Index) -> None:
+    fused = KVEngine(index).fuse(PROMPT)
+    positions = tuple(range(7, 7 + fused.kv.num_tokens))
+    gapped = replace(fused, layout=replace(fused.layout, positions=positions))
+    with pytest.raises(ParameterError, match="positions have gaps"):
+        gapped.to_generate()

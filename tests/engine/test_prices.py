@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvrag.engine import prices
 from kvrag.engine.engine import KVEngine
@@ -15,9 +16,11 @@ from kvrag.fusion.policies.base import NonePolicy, PromptRows
 from kvrag.fusion.policies.two_stage import TwoStagePolicy
 from kvrag.fusion.pricing import Pricing, RowPrices
 from kvrag.ingest.index import Index
+from kvrag.loading import threads
 from kvrag.loading.pace import Pace
 from kvrag.models.kv_model import KVModel
 from kvrag_testing.bench_top import TEXTS, relative_difference
+from tests.support.instructions import torch_threads
 
 PROMPT = "Context:\n\n" + "\n\n".join(TEXTS) + "\n\nQuestion: who keeps it?\nAnswer:"
 BY_ROW = RowPrices((1, 1000), (0.001, 1.0))
@@ -152,3 +155,41 @@ def test_what_is_measured_is_a_price_list(
     assert found.num_rows[0] == 16
     assert found.num_rows[-1] < model.max_positions
     assert list(found.seconds) == sorted(found.seconds)
+
+
+def test_without_a_cache_the_prices_last_as_long_as_the_process(
+    index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lasts() -> None:
+        prices._forget()  # as in a forked process
+        asked = Prices(index.config.model_fingerprint)
+        assert asked.known(index.model) is None
+        assert asked.measure(index.model) == asked.known(index.model)
+
+    monkeypatch.setattr(prices, "measure", lambda _: BY_LAUNCH)
+    lasts()
+    (path,) = tmp_path.rglob("*.json")
+    path.unlink()
+    path.mkdir()
+    lasts()
+    assert [*path.parent.iterdir()] == [path]
+    path.rmdir()
+    path.parent.rmdir()
+    path.parent.write_text("in the way")
+    lasts()
+    # As ~ is for a user whom the system does not know.
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-has-this-name/cache")
+    lasts()
+
+
+def test_a_share_of_the_cores_has_the_prices_of_all(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt beside others is decided as alone."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    asked = Prices("a fingerprint")
+    with torch_threads(2):
+        monkeypatch.setitem(prices._known, prices._key(index.model, "a fingerprint"), BY_LAUNCH)
+        with threads.computing_with(2):
+            assert torch.get_num_threads() == 1
+            assert asked.known(index.model) is BY_LAUNCH

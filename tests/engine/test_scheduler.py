@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -394,3 +395,87 @@ def test_an_interrupted_piece_costs_no_other_prompt() -> None:
         script.run()
     script.run()
     assert (list(script.told), script.closed) == (["x"], {"a"})
+
+
+def test_few_prompts_wait_for_stored_kv_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all wait, the first one is waited for, and no further one takes a buffer."""
+    script = Script(monkeypatch)
+    for name, due in (("a", 0.0), ("b", 1.0), ("c", 2.0)):
+        script.submit(name, 1, due=due, is_here=lambda: False)
+    script.scheduler._advance()
+    assert (script.happened, len(script.scheduler._joining)) == (["(a)", "a"], 2)
+    told = script.run()
+    assert told.index("(a)a") < told.index("(b)b") < told.index("(c)c")
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_many_prompts_by_several_threads() -> None:
+    with torch_threads(3):
+        script = Beside(max_batch=4)
+        jobs = [script.submit(f"{number}", lambda: None)[0] for number in range(40)]
+        script.run()
+    assert all(job.is_ended for job in jobs)
+    assert (len(script.twins), len(script.closed), script.told) == (40, 40, {})
+
+
+def failing(error: Exception | None = None) -> None:
+    raise MemoryError("no room")
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_cannot_be_freed_beside_stops_no_other_prompt() -> None:
+    script, begun, goes_on = Beside(), threading.Event(), threading.Event()
+
+    def lasts() -> bool:
+        begun.set()
+        return goes_on.wait(30)
+
+    def leave() -> None:
+        assert begun.wait(30)
+        script.scheduler.cancel(job)
+
+    job, written = script.submit("a", lambda: None, is_over=lasts)
+    written.close = failing  # type: ignore[method-assign]
+    script.submit("b", leave, is_over=lambda: goes_on.set() or True)
+    for name in "cd":
+        script.submit(name, lambda: None)
+    script.run()
+    assert (script.closed, script.told, script.scheduler._aside) == (set("bcd"), {}, {})
+
+
+def test_nor_does_it_where_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch)
+    job, other = (script.submit(name, 1, num_tokens=9) for name in "ab")
+    script.scheduler.wait_until(lambda: len(script.scheduler._running) == 2)
+    assert job.answer is not None
+    job.answer.close = failing  # type: ignore[method-assign]
+    script.scheduler.cancel(job)
+    script.run()
+    assert other.is_ended
+    assert script.errors == {}
+
+
+def test_prompts_are_submitted_while_others_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, which meets the driver while it looks at those that wait."""
+    script, adding = Script(monkeypatch), []
+
+    class Reading(Future[Start]):
+        def done(self) -> bool:
+            if len(adding) < 9 and script.scheduler._joining:
+                adding.append(threading.Thread(target=script.submit, args=(f"{len(adding)}", 1)))
+                adding[-1].start()
+                adding[-1].join(0.1)
+            return False
+
+    script.submit("a", 3)
+    script.scheduler._advance()
+    reading = Job(Reading(), lambda _: None)
+    script.scheduler.submit(reading)
+    for _ in range(4):
+        script.scheduler._advance()
+    script.scheduler.cancel(reading)
+    for one in adding:
+        one.join()
+    script.run()
+    assert adding
+    assert not script.errors

@@ -1,5 +1,6 @@
 """A prompt that goes on from an earlier one takes its KV, and answers as if it were fused anew."""
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -337,3 +338,33 @@ def test_an_error_in_an_answer_leaves_nothing(
     with pytest.raises(RuntimeError):
         list(stream)
     assert not engine._fuser.sessions._kept
+
+
+def test_an_edited_prompt_that_begins_with_a_chunk(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(make_tokenizer())
+    tokenizer.backend_tokenizer.post_processor = None  # a chunk begins the prompt, not <bos>
+    model = KVModel(make_model(), tokenizer)
+    with text_index(tmp_path / "index", model) as index:
+        engine = KVEngine(index, policy="none", max_tokens=4)
+        first, edited = (
+            "\n\n".join((*TEXTS[:2], f"Question: {question}")) for question in QUESTIONS[:2]
+        )
+        assert ask(engine, first).report.num_reused > 20
+        again = ask(engine, edited)
+        assert again.report.num_kept > len(engine.prompt_ids("\n\n".join(TEXTS[:2])))
+        alone = ask(KVEngine(index, session_bytes=0), edited, policy="none", max_tokens=4)
+        assert relative_difference(again.logits, alone.logits) < 1e-4
+
+
+def test_lost_records_do_not_matter_to_kept_rows(tmp_path: Path, model: KVModel) -> None:
+    with text_index(tmp_path / "index", model) as index:
+        engine = KVEngine(index, max_tokens=4)
+        prompt = root_of((0, 1), QUESTIONS[0])
+        first = engine.generate(prompt)
+        index.delete(sources=["text-1"])
+        second = engine.generate(next_of(prompt, first.text, (), QUESTIONS[1]))
+        assert second.report.num_kept >= first.usage.prompt_tokens
+        # Anew, the chunk is not found, so its repair is not taken either.
+        again = engine.generate(root_of((0, 1), QUESTIONS[2])).report
+        assert 0 < again.num_kept <= len(engine.prompt_ids(HEAD + TEXTS[0] + "\n\n"))
+        assert again.num_kept + again.num_fresh == again.num_tokens

@@ -313,3 +313,10 @@ def test_sessions_share_nothing(own: Index) -> None:
     assert len({kept.key for kept in kept_of(engine)}) == 3
     for session in ("ines", "tomas", None):
         assert tell(engine, prompt, session=session).report.num_kept > 50
+
+
+def test_by_default_nothing_is_written(own: Index) -> None:
+    own.store = store = _Counting(own.store)
+    engine = KVEngine(own, max_tokens=4, session_bytes=1)
+    tell(engine, s.root_of((0, 1), s.QUESTIONS[0]))
+    assert store.num_put == 0

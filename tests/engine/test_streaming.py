@@ -1,6 +1,8 @@
 """Prompts whose KV is streamed towards a time to first token, from a server that may fail."""
 
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -12,13 +14,17 @@ import torch
 from kvrag.chunk import Document
 from kvrag.codec.container import RecordReader
 from kvrag.engine.engine import KVEngine
+from kvrag.errors import RecordError, StoreError, StoreUnreachableError
 from kvrag.fusion.slices import MISS_ABSENT, MISS_DAMAGED, MISS_UNREADABLE
 from kvrag.ingest.index import Index
+from kvrag.loading.streaming import ChunkStream, StreamEstimates, Streaming, StreamItem
 from kvrag.store.base import read_whole
 from kvrag.store.file import FileStore
 from kvrag_bench.shapes import random_model, random_text
 from tests.engine.test_loading import WatchedStore
 from tests.support.proxy import FaultyProxy
+from tests.support.rag import text_index
+from tests.support.threads import together
 from tests.support.web_server import WebServer
 
 NUM_CHUNKS = 4
@@ -194,3 +200,102 @@ def test_a_bad_line(
                 assert sum(report.misses.values()) == NUM_CHUNKS
             proxy.mode = "good"
             proxy.cut()
+
+
+def test_a_server_that_ends_while_chunks_are_refined(
+    index: Index, prompt: str, plain: torch.Tensor
+) -> None:
+    """What is there is of use without it."""
+    reads = count()
+
+    def on_read(_: int) -> None:
+        if next(reads) >= NUM_CHUNKS:
+            raise StoreUnreachableError("gone")
+
+    index.store = WatchedStore(index.store, on_read)
+    engine = KVEngine(index, **FULL)
+    # So slow that a first pass takes the coarsest planes.
+    engine._fuser._estimates.link.expect(20_000.0)
+    report = check_right(engine, prompt, plain, ttft=3.0)
+    assert report.misses == {}
+    assert set(levels_of(report)) <= {"1/5", "2/5", "3/5", "4/5", "5/5", "text"}
+
+
+def test_prompts_at_the_same_time(index: Index, prompt: str, plain: torch.Tensor) -> None:
+    engine = KVEngine(index, **FULL)
+
+    def ask() -> None:
+        for ttft in (5.0, 0.05):
+            check_right(engine, prompt, plain, ttft)
+
+    together(*[ask] * 4)
+    assert sum(engine.stream_counts["deadlines"].values()) == 8
+
+
+def test_every_codec_can_be_streamed(tmp_path: Path) -> None:
+    """Records without planes have one level beside text."""
+    model = random_model("test")
+    text = random_text(model, 100, seed=1)
+    for codec in ("raw", "cachegen:2"):
+        options: Any = {"chunk_tokens": 100, "codec": codec, "context": "none"}
+        with text_index(tmp_path / codec, model, [text], **options) as index:
+            engine = KVEngine(index, policy="none", ttft=30.0)
+            fused = engine.fuse(f"{text} and more")
+            assert levels_of(fused.report) == {"1/1": 1}
+            whole = KVEngine(index, policy="none").fuse(f"{text} and more")
+            assert torch.equal(fused.logits, whole.logits)
+
+
+def test_chunks_of_the_middle_of_a_prompt_are_streamed(tmp_path: Path) -> None:
+    model = random_model("test")
+    texts = [random_text(model, 100, seed=seed) for seed in (1, 2)]
+    prompt = "\n\n".join(["Read this.", *texts, "Which of both?"])
+    options: Any = {"chunk_tokens": 100, "context": "filler:16"}
+    with text_index(tmp_path / "index", model, texts, **options) as index:
+        for policy in ("two_stage", "query:shift=1"):
+            fused = KVEngine(index, policy=policy, ttft=30.0).fuse(prompt)
+            assert fused.report.num_in_context == 200
+            whole = KVEngine(index, policy=policy).fuse(prompt)
+            assert torch.equal(fused.logits, whole.logits)
+
+
+class Interrupted:
+    """A chunk whose caller is interrupted while he waits for its first plane."""
+
+    num_tokens, plane_bytes = 10, (5000, 5000)
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def fetch(self, num_planes: int) -> None:
+        main = threading.main_thread().ident
+        signal.pthread_kill(main, signal.SIGINT)
+        assert self.cancelled.wait(20)
+        raise StoreError("broken off")
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals to threads")
+def test_an_interrupt_waits_for_no_store() -> None:
+    chunk: Any = Interrupted()
+    stream = ChunkStream(
+        [StreamItem("chunk", chunk, lambda: None)],
+        Streaming(2.0, time.perf_counter(), StreamEstimates()),
+        lambda chosen: 1e9 * len(chosen),
+        (StoreError, RecordError),
+        torch.device("cpu"),
+    )
+    # Whoever started the tests in the background may have had interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stream.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert chunk.cancelled.is_set()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("kvrag-fetch", "kvrag-decode")):
+            thread.join(20)
+            assert not thread.is_alive()

@@ -172,3 +172,29 @@ def test_a_server_audits_its_answers(index: Index) -> None:
     assert agreed + other == 12
     assert other > 0
     assert float(lines['kvrag_server_audited_kl_sum{policy="none"}']) > 0
+
+
+def test_the_other_text_ends_where_the_window_does(
+    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine.index.model
+    monkeypatch.setattr(model, "max_positions", len(engine.prompt_ids(PROMPT)) + 11)
+    request = replace(ASKED, policy="none", max_tokens=200)
+    answer = engine.generate(request)
+    assert answer.usage.completion_tokens == 11
+    found = verify(engine, request, answer).instead
+    assert found == engine.generate(PROMPT, reuse=False, max_tokens=200).text != ""
+
+
+def test_the_other_text_may_end_where_they_differ(
+    engine: KVEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = replace(ASKED, prompt=f"{PROMPT} And the clock", policy="none")
+    num_same = verify(engine, request, engine.generate(request)).num_same
+    assert num_same > 0
+    full = replace(request, reuse=False)
+    ends = [2, engine.generate(full).logprobs[num_same].token_id]
+    monkeypatch.setattr(engine.index.model.hf.generation_config, "eos_token_id", ends)
+    expected = engine.generate(full)
+    assert (expected.finish_reason, len(expected.logprobs)) == ("stop", num_same)
+    assert verify(engine, request, engine.generate(request)).instead == expected.text != ""

@@ -30,6 +30,7 @@ from kvrag.models.families import WHOLE
 from kvrag.models.kv_model import State
 from kvrag.models.tokens import num_equal
 from kvrag.pml.engine import PMLEngine
+from kvrag.server.service import about
 from kvrag.tune.calibrate import calibrate
 from kvrag.tune.stores import PriceTable, measure_and_choose
 from kvrag_testing.bench_top import TEXTS
@@ -233,3 +234,12 @@ def test_the_least_recently_used_beginning_is_dropped_first() -> None:
     assert kept.num_kept(None, (1, 2, 9)) == 2
     assert kept.find(None, (1, 2, 3, 4)) == (ended, 3)
     assert kept.size_bytes == 100
+
+
+def test_only_policies_that_are_taken_are_offered(lfm2: Index) -> None:
+    engine = KVEngine(lfm2)
+    allowed = {"keeps_history": False, "can_upload": False}
+    offered = about(engine, "lfm2", "rag:index", 4, **allowed).policies
+    for policy in offered:
+        engine.generate(QUESTION, policy=policy, max_tokens=1)
+    assert sorted(offered) == ["none", "two_stage"]

@@ -272,3 +272,20 @@ def test_only_its_own_forwards_are_served() -> None:
         assert model.config._attn_implementation == "sdpa"
         with pytest.raises(ParameterError, match=r"inside 'with cache\.attending\(model\):'"):
             model(ids[:, :1], **{CACHE_ARGUMENT: cache})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types_stay_near_the_full_cache(dtype: torch.dtype) -> None:
+    model = model_of("llama", "sdpa", dtype)
+    ids, mask = prompts(1)
+    _, logits = generate(model, ids, mask, 1, DynamicCache(config=model.config))
+    cache = EvictingCache(model, KeepAll())
+    token = logits[:, -1].argmax(-1, keepdim=True)
+    with torch.no_grad():
+        plain = model(torch.cat([ids, token], dim=1)).logits[:, -1]
+        with cache.attending(model):
+            model(ids, **{CACHE_ARGUMENT: cache})
+            stepped = model(token, **{CACHE_ARGUMENT: cache}).logits[:, -1]
+    exact = make_model("llama")(torch.cat([ids, token], dim=1)).logits[:, -1]
+    off = (plain.float() - exact).abs().max()
+    assert (stepped.float() - exact).abs().max() < 2 * off + 1e-3

@@ -22,11 +22,14 @@ from langchain_core.messages import (
 from kvrag.chunk import Document
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import IndexMismatchError, IndexNotFoundError, ParameterError, StoreError
+from kvrag.fusion.links import FILE_NAME
 from kvrag.ingest.index import Index
 from kvrag.llms.langchain import ChatKVRag, KVRagLLM, to_turns
 from kvrag.llms.llamaindex import KVRagLLM as LlamaIndexLLM
 from kvrag.llms.settings import PER_CALL
 from kvrag.llms.vllm.engine import VLLMSettings
+from kvrag.models.kv_model import KVModel
+from tests.fusion.test_links import make_links
 from tests.support.rag import PASSAGES, Rag, save_model
 
 PROMPT = f"{PASSAGES['ledger']}\n\n{PASSAGES['clock']}\n\nWho keeps the ledger?"
@@ -353,3 +356,23 @@ def test_vllm_refuses_what_it_would_ignore(given: dict[str, Any]) -> None:
     assert VLLMSettings(index="x", links="off", eviction="none").never_slower
     with pytest.raises(ValueError, match="vLLM takes no schemas, device"):
         VLLMSettings(index="x", **given)
+
+
+def test_identity_and_caches_tell_links_apart(rag: Rag, tmp_path: Path) -> None:
+    cache, found = InMemoryCache(), rag.model_folder / FILE_NAME
+    named = tmp_path / "mine"
+    make_links(KVModel.load(rag.model_folder)).save(named)
+
+    def make(**settings: Any) -> KVRagLLM:
+        settings = {"index": rag.path, "max_tokens": 8, "policy": "none", **settings}
+        return KVRagLLM(**settings, cache=cache)
+
+    shutil.copy(named, found)
+    try:
+        linked, off = make(), make(links="off")
+        assert linked._identifying_params != off._identifying_params
+        assert linked._identifying_params == make(links=named)._identifying_params
+        assert linked.invoke(PROMPT) == linked.answers([PROMPT], {})[0].text
+        assert off.invoke(PROMPT) == off.answers([PROMPT], {})[0].text != linked.invoke(PROMPT)
+    finally:
+        found.unlink()

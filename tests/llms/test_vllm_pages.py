@@ -202,3 +202,33 @@ def test_memory_is_taken_before_the_engine_sizes_its_cache(
         config.kv_transfer_config = other
         weights.prepare(config, cast(Any, None))
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("change", ["dtype", "heads", "width"])
+def test_a_cache_of_another_kind_is_the_backends(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    written, caches, layer = _pages("FLASH_ATTN")
+    shape = {"heads": (NUM_BLOCKS, 3, BLOCK, 8), "width": (NUM_BLOCKS, 2, BLOCK, 9)}
+    other = caches[0].half() if change == "dtype" else torch.zeros(shape[change])
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(layer, "do_kv_cache_update", lambda *given: seen.append(given[3]))
+    written._caches = dict.fromkeys(written._caches, (layer, other))
+    rows = _rows(1, 4)
+    brought = Brought(list(rows[0]), list(rows[1]), None, lambda _: None)
+    list(written.write(_Load((0,), 0, 4), brought))
+    assert [one.data_ptr() for one in seen] == [other.data_ptr()] * SPEC.num_layers
+    assert int(other.count_nonzero()) == 0
+
+
+def test_a_buffer_that_is_not_kept_stays_until_its_copies_have_run() -> None:
+    device = QueueDevice(0, haste=0.0)
+    pool = BufferPool()
+    large, small = (FusedKV(SPEC, size, size) for size in (8, 4))
+    pool.give_back(large)
+    pool.give_back(small, device.stream().record_event())
+    assert len(pool._leaving) == 1
+    device.finish()
+    taken = pool.take(SPEC, 2, 2, CPU)
+    assert taken.storage.data_ptr() == large.storage.data_ptr()
+    assert not pool._leaving

@@ -130,6 +130,19 @@ def test_kernels_that_are_wrong_are_not_used(
     monkeypatch.setattr(RowKernels, "attend", lambda *_: 1 / 0)
     assert not cardlayers.is_right(described, torch.device("cpu"))
     assert "division by zero" in caplog.text
+    # Many rows have a kernel of their own.
+    monkeypatch.setattr(tiled, "_trusted", {})
+    monkeypatch.setattr(RowKernels, "attend", attend)
+    start = RowKernels._start
+
+    def some(self: Any, name: str, *more: Any, **constants: int) -> None:
+        if constants.get("WHOLE"):
+            raise RuntimeError("out of shared memory")
+        start(self, name, *more, **constants)
+
+    monkeypatch.setattr(RowKernels, "_start", some)
+    assert not cardlayers.is_right(described, torch.device("cpu"))
+    assert "out of shared memory" in caplog.text
 
 
 def test_layers_with_three_tables_are_left_to_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,14 @@ def test_gaps_in_positions(family: str) -> None:
     assert relative_difference(found, expected) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["smollm3", "cohere2", "gpt-oss", "qwen3-moe"])
+def test_half_precision(family: str) -> None:
+    bench = Bench(KVModel(make_model(family, dtype=torch.bfloat16), make_tokenizer()))
+    prompt = bench.prompt(2, 0, 1)
+    fused = bench.fuse(prompt, _ALL)
+    assert relative_difference(fused.logits, bench.plain_logits(prompt)) < 0.3
+
+
 def test_what_is_listed_as_tested_is() -> None:
     configs = {**FAMILIES, **OTHER_POSITIONS, **LEARNED_POSITIONS, **MORE_FAMILIES}
     assert {make().model_type for make in configs.values()} == set(TESTED)

@@ -229,3 +229,23 @@ def test_nothing_is_captured_on_the_cpu() -> None:
     model = KVModel(make_model(), make_tokenizer())
     first, _ = rows_of(model)
     assert [model._captured.find([first], model._step) for _ in range(9)] == [None] * 9
+
+
+def syncs(ids: torch.Tensor, batch: BatchRows) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing\nlong story")
+
+
+def test_a_capture_that_fails_is_told_once_and_steps_are_carried_out(
+    steps: CapturedSteps, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = KVModel(steps._hf, make_tokenizer())
+    first, second = rows_of(model)
+    assert found_after(steps, [first]) is not None
+    assert found_after(steps, [second], syncs) is None
+    # What was captured before is not used either: nothing here can be sure of it.
+    assert steps.find([first], syncs) is None  # type: ignore[arg-type]
+    assert found_after(steps, [second], syncs) is None
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "operation not permitted when stream is capturing" in told
+    assert "KVRAG_CUDA_GRAPHS=off" in told
+    assert "long story" not in told

@@ -164,3 +164,17 @@ def test_copies_of_weights_are_shared(precision: str, monkeypatch: pytest.Monkey
         model[0](rows[:8])
     copies = precision in ("int8", "int4") or can_pack(getattr(torch, precision))
     assert len(made) == (1 if copies else 0)
+
+
+@torch.no_grad()
+def test_layers_of_other_classes_are_left_alone(calls: list[int]) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(rows)
+
+    doubled = Doubled(4, 4)
+    rows = torch.ones(1, 4)
+    expected = doubled(rows)
+    with fast_modules(nn.ModuleList([doubled]), "float32"):
+        assert torch.equal(doubled(rows), expected)
+    assert not calls

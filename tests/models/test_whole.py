@@ -99,3 +99,21 @@ def test_a_state_counts_the_memory_of_its_tensors() -> None:
     rows = torch.zeros(6, 4)
     cache = SimpleNamespace(layers=[SimpleNamespace(keys=rows[:2], states={0: rows[2:], 1: None})])
     assert State(cache).size_bytes == rows.nbytes
+
+
+def test_what_was_proven_counts_for_its_device_and_kernels_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    hf, runs = SimpleNamespace(config=SimpleNamespace(model_type="lfm2")), []
+
+    def require(device: str) -> int:
+        model: Any = SimpleNamespace(hf=hf, device=torch.device(device))
+        good = [proof.Check("loaded", "all", 0.0, 1.0)], ""
+        proof.require(model, "weights", lambda: runs.append(device) or good)
+        return len(runs)
+
+    assert [require("cpu"), require("cpu"), require("cuda"), require("cuda")] == [1, 1, 2, 2]
+    of = proof._version
+    monkeypatch.setattr(proof, "_version", lambda name: "1.4" if "conv1d" in name else of(name))
+    assert [require("cuda"), require("cuda")] == [3, 3]

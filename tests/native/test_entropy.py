@@ -110,6 +110,26 @@ def test_bells(spread: float, isa: str) -> None:
             assert payloads[1] == reference_rans.encode(frequencies, symbols, classes, 2, None)
 
 
+@pytest.mark.parametrize(
+    ("most", "num_symbols"), [(0, 2), (2, 3), (7, 4), (8, 2), (8, 4), (7, 2), (0, 4)]
+)
+def test_few_symbols_with_contexts(most: int, num_symbols: int, isa: str) -> None:
+    rng = np.random.default_rng(most)
+    frequencies = np.zeros((5 + most, 256), np.uint16)
+    frequencies[:, 127 : 127 + num_symbols] = rng.integers(1, 1000, (5 + most, num_symbols))
+    frequencies[:, 127] += 4096 - frequencies.sum(axis=1, dtype=np.int64).astype(np.uint16)
+    classes = rng.integers(0, 5, 30).astype(np.uint16)
+    context = rng.integers(0, most + 1, (30, 100)).astype(np.uint8)
+    context[0, 0] = most
+    slots = np.stack([np.repeat(np.arange(256), row) for row in frequencies])
+    drawn = rng.integers(0, 4096, context.shape)
+    symbols = slots[classes[:, None] + context, drawn].astype(np.uint8)
+    case = Case(frequencies, symbols, classes, context)
+    assert len({round_trip(case, 4), round_trip(case, 4, threads=2)}) == 1
+    expected = reference_rans.encode(frequencies, symbols, classes, 2, context)
+    assert round_trip(case, 2) == expected
+
+
 def test_threads_change_nothing(isa: str) -> None:
     case = make_case(5, 300, 500, num_classes=20)
     alone = round_trip(case, 7)

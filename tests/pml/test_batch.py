@@ -1,8 +1,10 @@
 """Batches over one copy of the modules, against each prompt alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from kvrag.engine.engine import KVEngine
 from kvrag.errors import ParameterError
@@ -89,3 +91,17 @@ def test_a_batch_forgets_nothing(pml: PMLEngine) -> None:
     forgetful.add(WHOLE)
     with pytest.raises(ParameterError, match="cannot be forgotten for one of them"):
         generate_batch(forgetful, PROMPTS)
+
+
+def test_what_memory_held_before_is_never_seen(
+    pml: PMLEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = generate_batch(pml, PROMPTS, max_tokens=6).texts
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert generate_batch(pml, PROMPTS, max_tokens=6).texts == clean

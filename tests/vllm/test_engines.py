@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,34 @@ def test_other_families(vllm: Any, tmp_path: Path, family: str) -> None:
                 )
                 assert reused(output)["num_loaded"] > 0
                 assert_same(given(output), expected(engine, prompt, policy))
+
+
+def test_a_failed_load_leaves_the_rest_of_a_windowed_models_batch_alone(
+    vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks behind the window are one shared block, which is nobody's to call damaged."""
+    save_model(tmp_path / "model", "mistral-sliding", head_dim=32)
+    with text_index(tmp_path / "index", tmp_path / "model", TEXTS[:4]) as index:
+        engine = KVEngine(index, links="off")
+        prompts = [make_prompt(2, 0), make_prompt(3, 1)]
+        wanted = [expected(engine, prompt, num_tokens=40) for prompt in prompts]
+        with running(vllm, index) as llm:
+            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+
+            def fail(*args: Any, **kwargs: Any) -> None:
+                until = time.monotonic() + 20
+                while time.monotonic() < until:
+                    if any(one.num_output_tokens > 3 for one in list(scheduler.running)):
+                        break  # the other one is being answered
+                    time.sleep(0.002)
+                raise MemoryError("no room")
+
+            monkeypatch.setattr(KVEngine, "fuse", fail)
+            outputs = llm.generate(
+                _prompts(engine, *prompts),
+                [sampling(RequestParams(reuse=reuse), num_tokens=40) for reuse in (False, True)],
+                use_tqdm=False,
+            )
+            assert "no room" in reused(outputs[1])["computed_because"]
+            for output, one in zip(outputs, wanted, strict=True):
+                assert_same(given(output), one)

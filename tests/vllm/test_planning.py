@@ -405,3 +405,8 @@ def test_repacked_weights_are_noticed(tmp_path: Any) -> None:
     engine.held["model.layers.1.self_attn.qkv_proj.weight"] *= 1.5
     shared = share_weights(engine, str(tmp_path), torch.float32, torch.device("cpu"))
     assert shared.fingerprint != model_fingerprint(hf)
+
+
+def test_others_params_are_not_ours(planner: Planner, oracle: KVEngine) -> None:
+    plan = planner.plan(oracle.prompt_ids(make_prompt(3, 1)), {"do_remote_prefill": True})
+    assert isinstance(plan, LoadPlan)

@@ -129,3 +129,11 @@ def test_given_up_before_its_turn(
     assert side._last[1]._num_holders == 1
     assert "second" not in asked.outputs
     assert llm.reset_prefix_cache()
+
+
+def test_the_cache_is_forgotten_meanwhile(llm: Any, oracle: KVEngine, half_written: _Asked) -> None:
+    assert not llm.reset_prefix_cache()
+    half_written.add("same", make_prompt(3, 1), NONE)
+    half_written.finish()
+    for name in ("half", "same"):
+        assert_same(given(half_written.outputs[name]), expected(oracle, make_prompt(3, 1), "none"))

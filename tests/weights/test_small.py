@@ -24,8 +24,17 @@ from kvrag.models.pretrained import load_weights
 from kvrag.models.references import resolve_model
 from kvrag.models.small import SmallEmbedding, SmallLinear, small_layers
 from kvrag.native.kernels import IS_COMPILED
+from kvrag.native.linear import GroupedWeight
 from kvrag.weights.architectures import Metadata
-from kvrag.weights.packing import KINDS, _safetensors, greatest, plan, take_apart
+from kvrag.weights.packing import (
+    KINDS,
+    _Kept,
+    _pack,
+    _safetensors,
+    greatest,
+    plan,
+    take_apart,
+)
 from kvrag_bench.floor import FloorMeter
 from kvrag_testing.bench_top import Bench, relative_difference
 from tests.support.gguf_files import random_blocks, write_gguf
@@ -224,3 +233,21 @@ def test_the_file_of_the_large_bench_is_converted_and_answers(
     )
     assert fused.logits.isfinite().all()
     assert fused.logits.std() > 0
+
+
+def test_rows_of_k_blocks_are_laid_out_and_put_in_order() -> None:
+    """Queries' rows in the order of Transformers, all types that have no Python to write them."""
+    order = np.random.default_rng(1).permutation(70)
+    for kind in ("Q4_K", "Q5_K", "Q6_K"):
+        rows = random_blocks(kind, 70, 2)
+        one = _Kept(kind, rows, order)
+        taken = take_apart(kind, rows)
+        has_least = taken.least is not None
+        factor = GroupedWeight.factor_of(greatest(kind, rows))
+        place = np.zeros(sum(GroupedWeight.sizes(taken.bits, one.shape, has_least)), np.uint8)
+        _pack(one, place, factor)
+        laid = GroupedWeight.of(torch.from_numpy(place), taken.bits, one.shape, has_least, factor)
+        found = laid.rows(torch.arange(70), torch.float32).numpy()
+        expected = taken.values()[order]
+        # Scales are rounded to 11 bits.
+        assert np.abs(found - expected).max() <= 2**-10 * np.abs(expected).max()
