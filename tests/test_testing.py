@@ -28,8 +28,8 @@ class TestGood(StoreContract):
 
 
 class BadStore(MemoryStore):
-    def size_bytes(self):
-        return 7
+    def keys(self):
+        return iter([])
 
 
 class TestBad(TestGood):
@@ -51,7 +51,7 @@ def test_stores_of_theirs_are_judged(tmp_path: Path) -> None:
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error")
     found = run("-m", "pytest", *options, "-k", "what_is_put_is_read", folder=tmp_path)
     assert "1 failed, 1 passed" in found
-    assert "assert 7 == 5000" in found  # says what it compared
+    assert "assert [] == [" in found  # says what it compared
 
 
 def test_the_old_name_works_or_says_what_to_install(tmp_path: Path) -> None:
