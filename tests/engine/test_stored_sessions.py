@@ -214,6 +214,18 @@ def test_a_store_that_refuses_costs_what_computing_costs(
     assert tell(engine, prompt).report.num_kept > 50
 
 
+def test_a_full_store_gives_room_to_either(tmp_path: Path, model: KVModel) -> None:
+    """A limited store drops what was used least, records of chunks too; nothing is wrong then."""
+    store = f"file:{tmp_path / 'kv'}?limit=600000"
+    with text_index(tmp_path / "index", model, store=store) as limited:
+        engine, plain = storing(limited), KVEngine(limited, max_tokens=5, session_bytes=0)
+        for number in range(12):
+            prompt = s.root_of((number % 4, (number + 1) % 4), s.QUESTIONS[number % 3])
+            assert tell(engine, prompt, ratio=1.0).text == s.ask(plain, prompt, ratio=1.0).text
+            assert sum(dict(limited.store.sizes()).values()) <= 600_000
+        assert limited.store.counts()[0].evictions > 0
+
+
 # -- what is left --------------------------------------------------------------------------------
 
 

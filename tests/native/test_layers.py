@@ -1,6 +1,7 @@
 """Operations of `RowLayers`: each is the function that it names, and bad arguments are told."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 from kvrag.errors import ParameterError
-from kvrag.native.attention import Mass, Scores
+from kvrag.native.attention import Buffers, Mass, Scores, attend, attend_each
 from kvrag.native.kernels import IS_COMPILED
-from kvrag.native.linear import Int8Linear, RowLayers
+from kvrag.native.linear import FewRowsLinear, Int8Linear, RowLayers
+from kvrag.native.reconstruction import gated, rms_norm, rotate
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled")
 
@@ -31,6 +33,75 @@ def result(layers: RowLayers, rows: torch.Tensor) -> torch.Tensor:
     layers.end_layer()
     layers.run(found, [], NO_BUFFERS, CAPACITIES, PLACES)
     return found
+
+
+@both_types
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, 40])
+def test_layers_are_the_functions_that_they_name(
+    num_rows: int, dtype: torch.dtype, isa: str
+) -> None:
+    """Two layers, 6 heads over 2 key heads: a row of each of 3 prompts, or rows all over one."""
+    made = partial(numbers, dtype=dtype)
+    of_rows, of_heads, bias = made(WIDTH), made(HEAD_DIM, seed=1), made(WIDTH, seed=2)
+    to_query, to_key, to_value = made(80, WIDTH, seed=3).split([WIDTH, 16, 16])
+    to_up, down = made(70, WIDTH, seed=8), Int8Linear(made(WIDTH, 70, seed=4))
+    to_gate = Int8Linear(made(70, WIDTH, seed=5))
+    tables = [tuple(numbers(2, num_rows, 6, dtype=torch.float32, seed=one)) for one in (9, 10)]
+    scores = Scores(0.3, window=7), Scores(0.3, 5.0, 30)
+    layers = RowLayers(dtype, WIDTH)
+    widths = WIDTH, WIDTH, WIDTH, 16, 16, 16, 70, 70
+    normed, query, asked, key, turned, value, gate, up = map(layers.add_slot, widths)
+    for layer in range(2):
+        layers.norm(0, normed, of_rows, 1e-5, adds_one=False)
+        layers.linear(normed, query, to_query, bias)
+        layers.linear(normed, key, to_key, None)
+        layers.linear(normed, value, to_value, None)
+        for one, other in ((query, asked), (key, turned)):
+            layers.norm(one, other, of_heads, 1e-6, adds_one=True)
+            layers.rotate(other, one, layer, HEAD_DIM)
+        layers.attend(query, key, value, asked, HEAD_DIM, scores[layer])
+        layers.add(0, asked, 0)
+        layers.quantised_linear(asked, gate, to_gate)
+        layers.linear(asked, up, to_up, None)
+        layers.gate(gate, up, up, is_gelu=layer == 1)
+        layers.quantised_linear(up, normed, down)
+        layers.add(0, normed, 0)
+        layers.end_layer()
+
+    rows = made(num_rows, WIDTH, seed=6)
+    buffers = made(2, 2, NUM_ROWS, 2, 70, HEAD_DIM, seed=7)  # part, layer, prompt, head, row
+    copies, capacities = buffers.clone(), np.full(NUM_ROWS, 70)
+    places = np.sort(np.random.default_rng(0).choice(65, num_rows, replace=False))
+    found, expected = rows.clone(), rows
+    if num_rows == NUM_ROWS:
+        at = [[[one.data_ptr() for one in layer] for layer in part] for part in buffers]
+        layers.run(found, tables, np.array(at), capacities, PLACES)
+    for layer in range(2):
+        inputs = rms_norm(expected, of_rows, 1e-5)
+        turns = []
+        for linear in (FewRowsLinear(to_query, bias), FewRowsLinear(to_key)):
+            heads = linear(inputs).view(num_rows, -1, HEAD_DIM)
+            heads = rms_norm(heads, of_heads, 1e-6, adds_one=True).transpose(0, 1).contiguous()
+            turns.append(torch.empty_like(heads))
+            assert rotate(heads, *tables[layer], turns[-1])
+        values = FewRowsLinear(to_value)(inputs).view(num_rows, -1, HEAD_DIM).transpose(0, 1)
+        if num_rows == NUM_ROWS:
+            at = [np.array([one.data_ptr() for one in part[layer]]) for part in copies]
+            to = Buffers(*at, capacities, PLACES)
+            gathered = attend_each(*turns, values, to, scores[layer])
+        else:
+            # Behind 5 keys that no row sees.
+            kv, copied = (given[:, layer, 0, :, 5:] for given in (buffers, copies))
+            masses = [Mass(torch.full((2, 65), torch.nan), 7) for _ in range(2)]
+            layers.run_layer(layer, found, tables[layer], kv, places, masses[0])
+            copied[0][:, places], copied[1][:, places] = turns[1], values
+            gathered = attend(turns[0], *copied, places, scores[layer], mass=masses[1])
+            assert torch.equal(masses[0].out, masses[1].out)
+        gathered = gathered.view(num_rows, WIDTH)
+        raised = FewRowsLinear(to_up)(gathered)
+        expected = expected + gathered + down(gated(to_gate(gathered), raised, is_gelu=layer == 1))
+    assert torch.equal(found, expected)
+    assert torch.equal(buffers, copies)
 
 
 HEADS = torch.zeros(2, 2, CAPACITY, HEAD_DIM)

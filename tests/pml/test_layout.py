@@ -30,6 +30,53 @@ def laid_out(markup: str) -> tuple[Schema, SchemaLayout]:
     return schema, lay_out_schema(schema, TOKENIZER, PREFIX)
 
 
+def pieces_of(nodes: tuple[Node, ...]) -> Iterator[Node | None]:
+    """Yield nodes as the template of the tests has them; None where text does not go on."""
+    for node in nodes:
+        if isinstance(node, Turn):
+            yield Text(f"<|{node.role}|>\n", node.location)
+            yield from pieces_of(node.children)
+            yield Text("\n", node.location)
+        elif isinstance(node, Module) and not node.name:
+            yield from (None, *pieces_of(node.children), None)
+        else:
+            yield node
+
+
+def reference(
+    nodes: tuple[Node, ...], start: int, path: tuple[str, ...], found: dict[object, int]
+) -> int:
+    """Walk a schema: texts side by side count together, unions take the longest member."""
+    text = ""
+    for node in (*pieces_of(nodes), None):
+        if isinstance(node, Text):
+            text += node.text
+            continue
+        start += len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+        text = ""
+        if isinstance(node, Parameter):
+            found[path, node.name] = start
+            start += node.length
+        elif isinstance(node, Module | Union):
+            ends = []
+            for one in node.members if isinstance(node, Union) else (node,):
+                inner = (*path, one.name)
+                found[inner] = start
+                ends.append(reference(one.children, start, inner, found))
+            start = max(ends)
+    return start
+
+
+def check_layout(schema: Schema, layout: SchemaLayout) -> None:
+    expected: dict[object, int] = {(): len(PREFIX)}
+    end = reference(schema.children, len(PREFIX), (), expected)
+    found: dict[object, int] = {path: start for path, (start, _) in layout.extents.items()}
+    for one in layout.stretches:
+        found.update({(one.path, slot.name): one.start + slot.offset for slot in one.slots})
+    assert found == expected
+    assert (layout.prefix_ids, layout.num_positions) == (PREFIX, end)
+
+
 @st.composite
 def prompts(draw: st.DrawFn, schema: Schema) -> str:
     """Import some modules of a schema, fill some parameters."""
@@ -94,6 +141,7 @@ def said(
 
 def check_prompt(data: st.DataObject, turns: bool) -> None:
     schema, layout = laid_out(data.draw(schemas(turns=turns)))
+    check_layout(schema, layout)
     prompt = parse_prompt(data.draw(prompts(schema)), schema)
     pieces = place_prompt(layout, prompt, TOKENIZER)
     for before, after in itertools.pairwise(pieces):

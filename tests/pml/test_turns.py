@@ -121,6 +121,20 @@ def test_a_template_that_begins_with_the_first_turn_needs_one() -> None:
     assert "begin the schema with a turn that is always there" in str(raised.value)
 
 
+def test_members_that_cannot_follow_one_another_are_rendered_apart() -> None:
+    schema = (
+        "<schema name='s'><system>S.</system><user>Q.</user><union>"
+        "<module name='a'><assistant>A.</assistant></module>"
+        "<module name='b'><assistant>B.</assistant></module></union>"
+        "<module name='c'><assistant>C.</assistant></module></schema>"
+    )
+    for name in "abc":
+        found = text_of(schema, f"<prompt schema='s'><{name}/>Who?</prompt>", ALTERNATING)
+        assert found == f"<bos>[I]<<S.>>Q.[/I]{name.upper()}.<eos>[I]Who?[/I]"
+    with pytest.raises(PMLError, match="roles must alternate"):
+        text_of(schema, "<prompt schema='s'><a/><c/>Who?</prompt>", ALTERNATING)
+
+
 def test_a_prompt_has_a_turn() -> None:
     schema = "<schema name='s'><module name='a'><user>A.</user></module></schema>"
     with pytest.raises(PMLError, match="a prompt without a turn; import a module with one"):

@@ -2,6 +2,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from llama_index.core.schema import MetadataMode, QueryBundle
@@ -13,6 +14,7 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvrag.errors import IndexNotFoundError, ParameterError
+from kvrag.ingest.embedding import HashingEmbedding
 from kvrag.retrievers.llamaindex import KVRagRetriever
 from tests.support.rag import PASSAGES, Rag
 
@@ -44,6 +46,15 @@ def test_query_by_vector_and_by_several_texts(rag: Rag) -> None:
     assert node.text == PASSAGES["fox"]
     (node,) = retriever.retrieve(QueryBundle("x", custom_embedding_strs=[PASSAGES["book"]] * 2))
     assert node.text == PASSAGES["book"]
+
+
+def test_several_texts_are_embedded_as_questions(rag: Rag, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fox,) = rag.index.embedding.embed([PASSAGES["fox"]])
+    embed = Mock(return_value=fox)
+    monkeypatch.setattr(HashingEmbedding, "embed_query", embed)
+    bundle = QueryBundle("x", custom_embedding_strs=["one", "two"])
+    (node,) = KVRagRetriever(rag.path, k=1).retrieve(bundle)
+    assert (node.text, embed.mock_calls) == (PASSAGES["fox"], [call("one"), call("two")])
 
 
 def test_copied_and_pickled(rag: Rag) -> None:

@@ -1,6 +1,7 @@
 """An index as a LlamaIndex vector store: nodes, filters, pipelines with a document store."""
 
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import (
+    FilterOperator,
     MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
@@ -19,6 +21,7 @@ from llama_index.core.vector_stores.types import (
 
 from kvrag.errors import DocumentError, ParameterError
 from kvrag.ingest.index import Index
+from kvrag.retrievers.llamaindex import KVRagRetriever
 from kvrag.retrievers.llamaindex_store import KVRagEmbedding, KVRagVectorStore
 from tests.support.rag import Rag
 
@@ -45,6 +48,24 @@ NODES = [
 
 def ids(store: KVRagVectorStore, **asked: Any) -> list[str]:
     return store.query(VectorStoreQuery(**{"similarity_top_k": 9, **asked})).ids or []
+
+
+def test_times_in_metadata_and_filters(store: KVRagVectorStore) -> None:
+    moments: dict[str, Any] = {
+        "n1": datetime(2024, 3, 1, 12, 30),
+        "n2": "2024-03-01T10:00",
+        "n3": datetime(2024, 3, 1, 13, tzinfo=timezone(timedelta(hours=2))),
+    }
+    store.add([node(name, f"Fox {name}.", "d", when=when) for name, when in moments.items()])
+    later = MetadataFilter(key="when", operator=FilterOperator.GTE, value="2024-03-01 10:30Z")
+    filters = MetadataFilters(filters=[later])
+    vector = store.client.embedding.embed_query("fox")
+    assert sorted(ids(store, filters=filters, query_embedding=vector)) == ["n1", "n3"]
+    assert sorted(one.node_id for one in store.get_nodes(filters=filters)) == ["n1", "n3"]
+    assert len(KVRagRetriever(store.client, k=9, filters=filters).retrieve("fox")) == 2
+    wanted = {"when": {"$lt": moments["n3"]}}  # a filter of kvrag's own takes times
+    (found,) = KVRagRetriever(store.client, k=9, filters=wanted).retrieve("fox")
+    assert "n2" in found.text
 
 
 def test_nodes_come_back_as_they_were(store: KVRagVectorStore) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from kvrag.engine.engine import KVEngine
 from kvrag.errors import StoreError
 from kvrag.fusion.policies.registry import POLICIES
 from kvrag.ingest.index import Index
-from kvrag.llms.vllm.settings import RequestParams
+from kvrag.llms.vllm.settings import ConnectorSettings, RequestParams
+from tests.support.rag import text_index
 from tests.vllm.conftest import TEXTS, make_prompt, running
 from tests.vllm.reference import (
     ask,
@@ -267,3 +270,27 @@ def test_a_request_that_is_given_up_while_it_is_fused(
         assert_same(plain, expected(oracle, prompt))
         go_on.set()
     _assert_fused(llm, oracle, prompt)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_the_worker_makes_the_record_of_the_first_chunk(tmp_path: Path) -> None:
+    from kvrag.llms.vllm.connector import WorkerSide
+    from kvrag.llms.vllm.plan import Load, Planner
+
+    settings = ConnectorSettings(str(tmp_path / "index"), policy="none")
+    with text_index(tmp_path / "index", "llama", TEXTS, context="filler:40") as index:
+        worker = WorkerSide(settings, index.model)
+        plan = Planner(index, settings).plan(KVEngine(index).prompt_ids(make_prompt(3, 1)), None)
+        reports = []
+        for salt in ("first", "second"):  # each is fused
+            load = Load("one", replace(plan, salt=salt), (), 0, plan.num_tokens)
+            brought = worker._bring(load)
+            reports.append(brought.report)
+            # These are the rows that the salt names: the prompt missed no more than was planned.
+            assert worker._last == (salt, brought)
+            worker._index.on_demand.flush()
+            brought.release()
+        worker.close()
+    made, loaded = reports
+    assert (made.num_made, made.num_exact) == (loaded.num_exact, loaded.num_made)
+    assert loaded.num_exact > 0
