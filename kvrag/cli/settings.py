@@ -232,11 +232,8 @@ def _taken(where: str, value: Any, option: Any, context: Any) -> Any:
         is_right = isinstance(value, list) and all(isinstance(one, str) for one in value)
         expected = "a list of texts"
     else:  # to Python, a flag is a number; an empty path would mean the working directory
-        is_number, expected = (
-            kind in (int, float, Any),
-            "a number" if kind in (int, float) else "text",
-        )
-        right = str | int | float if is_number else str
+        expected = "a number" if kind in (int, float) else "text"
+        right = str | int | float if kind in (int, float, Any) else str
         is_right = isinstance(value, right) and not isinstance(value, bool) and value != ""
     try:
         if not is_right:

@@ -126,14 +126,16 @@ def _passages(chunks: list[Chunk], chunk_id: str, num_chunks: int) -> r.Passages
                 chunk_id=one.chunk_id,
                 ordinal=one.ordinal,
                 text=one.text,
-                **{
-                    name: None if (value := one.metadata.get(name)) is None else str(value)[:200]
-                    for name in ("heading", "page")
-                },
+                heading=_text(one.metadata.get("heading")),
+                page=_text(one.metadata.get("page")),
             )
             for one in chunks
         ],
     )
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)[:200]
 
 
 @dataclass(frozen=True)
